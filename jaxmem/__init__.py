@@ -1,0 +1,80 @@
+"""jaxmem: any JAX train step inside a byte budget, computing the same thing."""
+
+import importlib
+import sys
+import types
+import typing
+
+from jaxmem.errors import (
+    AbstractCallError,
+    ArgumentError,
+    BudgetError,
+    BudgetInfeasibleError,
+    DonatedBufferError,
+    JaxmemError,
+    MissingPluginError,
+    PlanMismatchError,
+    TraceError,
+    UnknownTargetError,
+    VerificationError,
+)
+
+if typing.TYPE_CHECKING:
+    from jaxmem.fit import analyze, fit, plan
+    from jaxmem.planner.plan import Plan
+    from jaxmem.planner.report import MemoryReport
+    from jaxmem.targets.target import Target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbstractCallError",
+    "ArgumentError",
+    "BudgetError",
+    "BudgetInfeasibleError",
+    "DonatedBufferError",
+    "JaxmemError",
+    "MemoryReport",
+    "MissingPluginError",
+    "Plan",
+    "PlanMismatchError",
+    "Target",
+    "TraceError",
+    "UnknownTargetError",
+    "VerificationError",
+    "analyze",
+    "fit",
+    "plan",
+]
+
+# These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
+# line has chosen its platform): they are imported when first used.
+_HOMES = {
+    "MemoryReport": "jaxmem.planner.report",
+    "Plan": "jaxmem.planner.plan",
+    "Target": "jaxmem.targets.target",
+    "analyze": "jaxmem.fit",
+    "fit": "jaxmem.fit",
+    "plan": "jaxmem.fit",
+}
+
+
+class _Face(types.ModuleType):
+    """Keeps ``jaxmem.fit`` the decorator after an import has set it to the module of that name."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: typing.Any) -> None:
+        is_module = name == "fit" and isinstance(value, types.ModuleType)
+        super().__setattr__(name, value.fit if is_module else value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Face

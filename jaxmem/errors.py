@@ -1,0 +1,91 @@
+"""Every error jaxmem raises on purpose: what was asked and its limit, where, the smallest fix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class JaxmemError(Exception):
+    """Base of all jaxmem errors; catch it to catch any of them."""
+
+
+class BudgetError(JaxmemError, ValueError):
+    """A byte budget that cannot be understood, or that the device does not have."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One thing that fills memory at the smallest peak found.
+
+    Attributes:
+        name: argument path, checkpoint name or ``primitive at file:line``.
+        nbytes: bytes it holds on each device.
+        kind: ``"argument"``, ``"output"``, ``"residual"`` or ``"temporary"``.
+    """
+
+    name: str
+    nbytes: int
+    kind: str
+
+
+class BudgetInfeasibleError(JaxmemError):
+    """No plan fits the budget.
+
+    Attributes:
+        budget_bytes: the budget that was asked for, bytes per device.
+        smallest_bytes: compiled bytes of the smallest program found; this budget works.
+        holders: what fills memory at that peak, largest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        smallest_bytes: int,
+        holders: tuple[Holder, ...] = (),
+    ):
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+        self.holders = holders
+
+
+class TargetError(JaxmemError):
+    """Something about the hardware a plan is made for."""
+
+
+class UnknownTargetError(TargetError, ValueError):
+    """A target name that is not in the table."""
+
+
+class MissingPluginError(TargetError, ImportError):
+    """Planning for an absent GPU needs the deviceless compiler wheels, and they are not there."""
+
+
+class TraceError(JaxmemError, TypeError):
+    """The function cannot be traced by JAX; the user's own line is in the message."""
+
+
+class ArgumentError(JaxmemError, TypeError):
+    """An argument is not something JAX can pass to a compiled step."""
+
+
+class AbstractCallError(ArgumentError):
+    """A fitted step was called with ShapeDtypeStructs: it can be planned on them, not run."""
+
+
+class DonatedBufferError(JaxmemError, ValueError):
+    """An argument was donated to an earlier call and no longer holds data."""
+
+
+class PlanMismatchError(JaxmemError, ValueError):
+    """A plan was made for another program, other shapes or another version of the plan format."""
+
+
+class VerificationError(JaxmemError):
+    """The compiled program is not what the plan says: over budget, or recomputation undone."""
+
+
+class EntryPointError(JaxmemError, ValueError):
+    """``module:function`` on the command line does not name what jaxmem needs."""

@@ -1,0 +1,311 @@
+"""The decorator: trace, plan, rewrite, compile, check, run. The whole way on one page."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, overload
+
+import jax
+
+from jaxmem.errors import ArgumentError
+from jaxmem.planner.plan import Plan
+from jaxmem.planner.report import MemoryReport
+from jaxmem.program import nnx
+from jaxmem.program.calling import Call, Caller, Traced
+from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.progress import Report, progress
+from jaxmem.runtime.rounds import Outcome, Planner
+from jaxmem.runtime.step import Step, inputs
+from jaxmem.state.placement import place
+from jaxmem.targets.compiling import usable_bytes
+from jaxmem.targets.target import Target
+from jaxmem.units import check_budget, parse_budget
+
+Budget = int | str | None
+Verify = bool | Literal["full"]
+
+
+class FittedStep:
+    """A step that runs inside a byte budget; made by :func:`fit`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *,
+        budget: Budget,
+        target: Target | str | None,
+        donate_argnums: int | Sequence[int],
+        static_argnums: int | Sequence[int],
+        verify: Verify,
+        progress: bool | Report | None,
+        plan: Plan | None = None,
+    ):
+        functools.update_wrapper(self, fun)
+        self._caller = Caller(fun, donate_argnums, static_argnums)
+        self._budget, self._wanted_target = budget, target
+        self._verify, self._progress, self._given = verify, progress, plan
+        check_budget(budget)
+        self._traced: dict[Hashable, Traced] = {}
+        self._outcomes: dict[Hashable, Outcome] = {}
+        self._steps: dict[Hashable, Step] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call for new shapes plans and compiles it."""
+        with nnx.context((args, kwargs)):
+            call = self._caller.take(args, kwargs)
+            step = self._steps.get(call.key)
+            if step is None:
+                traced = self._trace(call)
+                inputs(traced.program, call)
+                step = Step.make(traced, self._fit(call, traced))
+                if self._verify == "full":
+                    step.check_against_plain(call)
+                self._steps[call.key] = step
+            return nnx.put_back(step(call))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s. Runs nothing."""
+        return self._planned(args, kwargs)[1].plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        """JAX's compiled object of the planned program, for the target."""
+        return self._planned(args, kwargs)[1].compiled.executable
+
+    def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
+        """Where the peak of the planned program is and what fills it."""
+        traced, outcome = self._planned(args, kwargs)
+        return report_on(traced.program, self._target(), outcome.block, outcome.compiled)
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments, every array where the plan wants it."""
+        self._planned(args, {})
+        return place(args)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
+        with nnx.context((args, kwargs)):
+            call = self._caller.take(args, kwargs)
+            traced = self._trace(call)
+            return traced, self._fit(call, traced)
+
+    def _target(self) -> Target:
+        return Target.resolve(self._wanted_target)
+
+    def _trace(self, call: Call) -> Traced:
+        if call.key not in self._traced:
+            self._traced[call.key] = self._caller.trace(call)
+        return self._traced[call.key]
+
+    def _fit(self, call: Call, traced: Traced) -> Outcome:
+        if call.key not in self._outcomes:
+            target = self._target()
+            budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
+            planner = Planner(traced.program, target, check=bool(self._verify))
+            with progress(self._progress, f"planning {self._caller.name}") as report:
+                self._outcomes[call.key] = (
+                    planner.follow(self._given, budget_bytes, report)
+                    if self._given
+                    else planner.fit(budget_bytes, report)
+                )
+        return self._outcomes[call.key]
+
+
+@overload
+def fit(
+    fun: Callable[..., Any],
+    *,
+    budget: Budget = None,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: Verify = True,
+    progress: bool | Report | None = None,
+    plan: Plan | None = None,
+) -> FittedStep: ...
+@overload
+def fit(
+    fun: None = None,
+    *,
+    budget: Budget = None,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: Verify = True,
+    progress: bool | Report | None = None,
+    plan: Plan | None = None,
+) -> Callable[[Callable[..., Any]], FittedStep]: ...
+def fit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    budget: Budget = None,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: Verify = True,
+    progress: bool | Report | None = None,
+    plan: Plan | None = None,
+) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
+    """A train step that runs inside a byte budget and computes the same thing.
+
+    The step is traced once for each signature; values that do not fit from the forward to the
+    backward pass are recomputed. The model, random numbers, gradients and the order of effects
+    do not change; rounding may, because XLA fuses a different program.
+
+    Args:
+        fun: anything ``jax.jit`` takes, also a function that is jitted already. Flax NNX
+            modules and optimizers may be passed and mutated, as with ``nnx.jit``.
+        budget: bytes on each device for the whole step: arguments, results and temporaries,
+            what donation shares counted once. ``20 * 2**30``, ``"20GiB"``, ``"80%"`` of the
+            device, or ``None`` for all of it.
+        target: where it must fit: ``None`` for the local device, ``"h100"``, ``"8xh100"`` or a
+            :class:`jaxmem.Target`. A GPU that is not there is compiled for all the same.
+        donate_argnums: arguments whose buffers the results may reuse, as in ``jax.jit``.
+        static_argnums: arguments that are part of the program, as in ``jax.jit``.
+        verify: ``True`` checks that the compiler kept every recomputation; ``"full"`` also
+            runs the step as written once and compares all results; ``False`` checks only bytes.
+        progress: show what planning does; ``None`` shows it in a terminal.
+        plan: a plan made before, such as ``Plan.load(path)``: it is compiled and checked, and
+            nothing is searched.
+
+    Returns:
+        A callable like ``fun`` with ``.plan``, ``.place``, ``.lower`` and ``.report``.
+
+    Raises:
+        BudgetError: the budget does not parse or the device does not have it.
+        BudgetInfeasibleError: at the first call for new shapes, if no plan fits; it names the
+            smallest budget that works and what fills it.
+        TraceError: JAX cannot trace the function.
+        VerificationError: the compiled program is not what the plan says.
+        PlanMismatchError: the given plan was made for another program or other shapes.
+
+    Cost:
+        Planning takes one trace and 2 to 12 compiles for each signature. Recomputation costs
+        what the plan predicts; a program that fits as written is left unchanged.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(8):
+    ...         x = jnp.tanh(x @ w)
+    ...     return (x**2).mean()
+    >>> @jaxmem.fit(budget="64MiB", progress=False)
+    ... def step(w, x):
+    ...     return w - 0.1 * jax.grad(loss)(w, x)
+    >>> w, x = jnp.eye(128), jnp.ones((64, 128))
+    >>> step(w, x).shape
+    (128, 128)
+    >>> step.plan(w, x).solver
+    'keep-all'
+    """
+    options: dict[str, Any] = {
+        "budget": budget,
+        "target": target,
+        "donate_argnums": donate_argnums,
+        "static_argnums": static_argnums,
+        "verify": verify,
+        "progress": progress,
+        "plan": plan,
+    }
+    if fun is None:
+        return lambda f: FittedStep(f, **options)
+    return FittedStep(fun, **options)
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    budget: Budget = None,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: bool = True,
+    progress: bool | Report | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """The plan that :func:`fit` would follow, without running anything.
+
+    Args:
+        fun: the step, or a step that is fitted already (its own settings are then used).
+        *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
+        budget: as for :func:`fit`; ``target``, ``donate_argnums``, ``static_argnums``,
+            ``verify`` and ``progress`` too.
+
+    Raises:
+        BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    >>> jaxmem.plan(jax.grad(lambda x: (x**2).sum()), x, budget="1MiB").predicted_bytes <= 2**20
+    True
+    """
+    if isinstance(fun, FittedStep):
+        _refuse(
+            fun,
+            budget=budget,
+            target=target,
+            donate_argnums=None if donate_argnums == () else donate_argnums,
+            static_argnums=None if static_argnums == () else static_argnums,
+        )
+        return fun.plan(*args, **kwargs)
+    fitted = FittedStep(
+        fun,
+        budget=budget,
+        target=target,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        verify=verify,
+        progress=progress,
+    )
+    return fitted.plan(*args, **kwargs)
+
+
+def analyze(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> MemoryReport:
+    """Where the memory peak of a step is and what fills it, without running anything.
+
+    Args:
+        fun: the step as written.
+        *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
+        target: as for :func:`fit`; ``donate_argnums`` and ``static_argnums`` too.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    >>> report = jaxmem.analyze(jax.grad(lambda x: (x**2).sum()), x)
+    >>> report.argument_bytes, report.by_argument()
+    (32768, {'x': 32768})
+    """
+    if isinstance(fun, FittedStep):
+        _refuse(
+            fun,
+            target=target,
+            donate_argnums=None if donate_argnums == () else donate_argnums,
+            static_argnums=None if static_argnums == () else static_argnums,
+        )
+        return fun.report(*args, **kwargs)
+    caller = Caller(fun, donate_argnums, static_argnums)
+    where = Target.resolve(target)
+    with nnx.context((args, kwargs)):
+        program = caller.trace(caller.take(args, kwargs)).program
+    return report_on(program, where, program.block, Planner(program, where).keep_all())
+
+
+def _refuse(step: FittedStep, **given: Any) -> None:
+    """A fitted step has its own settings; others given beside it must not be ignored silently."""
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        name = getattr(step, "__name__", "the step")
+        raise ArgumentError(
+            f"{name} is fitted already and brings its own {', '.join(extra)}. Leave "
+            f"{'it' if len(extra) == 1 else 'them'} out, or pass the plain function "
+            f"({name}.__wrapped__)."
+        )

@@ -1,0 +1,1 @@
+"""Watching: what is installed, what works, and what fills the memory."""

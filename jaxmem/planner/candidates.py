@@ -1,0 +1,235 @@
+"""What a plan can decide about: turns, the values that may be kept across them, and valleys.
+
+Valleys are the places of a forward pass where little is live: between the blocks of a network.
+Keeping what is live in the valleys and nothing else is the classic checkpointing of blocks
+(Chen et al. 2016), found from the program instead of being written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxmem import _compat
+from jaxmem.planner.level import kept_name
+from jaxmem.planner.schedule import Turn
+from jaxmem.planner.simulate import Simulator
+from jaxmem.program.fusion import Fusion, fuse
+from jaxmem.program.ir import Op, Value
+from jaxmem.program.loops import Nest, is_backward
+from jaxmem.program.primitives import Kind, may_repeat
+
+# A valley must be this much lower than the hills on both sides of it.
+_PROMINENCE = 1.2
+# With fewer valleys than this the forward pass is a plain chain, and any low place is a cut.
+_FEWEST_VALLEYS = 2
+# A forward pass shorter than this many operations is not worth a turn of its own.
+_SHORTEST_PASS = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value that may be kept across a turn.
+
+    Attributes:
+        name: how it stands in a kept set.
+        op: the operation that makes it.
+        value: the value; for a loop its largest stacked result.
+        nbytes: bytes it holds while kept (all iterations of the loop it is in).
+        seconds: time to make it again once.
+        group: signature of equal values; they are decided together.
+    """
+
+    name: str
+    op: Op
+    value: Value
+    nbytes: int
+    seconds: float
+    group: str
+
+
+@dataclass(frozen=True)
+class TurnChoices:
+    """What can be decided at one turn.
+
+    Attributes:
+        turn: which turn.
+        candidates: values that may be kept, in program order.
+        valleys: for each valley of the forward pass, the names of the values live in it.
+        tails: for each valley, the names of the values made after it; for the pair of a loop
+            none, because there the turn is not where the late part starts to run.
+        loops: names of whole loops made before the turn.
+    """
+
+    turn: Turn
+    candidates: tuple[Candidate, ...]
+    valleys: tuple[frozenset[str], ...]
+    tails: tuple[frozenset[str], ...]
+    loops: frozenset[str]
+
+
+def choices(nest: Nest, simulator: Simulator, times: int = 1) -> tuple[TurnChoices, ...]:
+    """Every turn of a program with what can be decided there, outermost first.
+
+    Args:
+        nest: the program.
+        simulator: gives the seconds of single operations.
+        times: how often this block runs per step.
+    """
+    block = nest.block
+    fusion = fuse(block.inputs, block.ops, block.outputs)
+    turns = _turns(nest) if nest.cut is None else [nest.cut]
+    found = [_at_turn(nest, fusion, turn, simulator, times) for turn in turns]
+    inner: list[TurnChoices] = []
+    for pair, joint in nest.pairs:
+        loop = block.ops[pair.forward].loop
+        assert loop is not None
+        inner.extend(choices(joint, simulator, times * loop.length))
+    for index, body in nest.loops:
+        loop = block.ops[index].loop
+        assert loop is not None
+        inner.extend(choices(body, simulator, times * loop.length))
+    return tuple(c for c in (*found, *inner) if c.candidates)
+
+
+def _turns(nest: Nest) -> list[int]:
+    """Positions where a forward pass ends and a backward pass begins."""
+    turns, run, forward_since = [], 0, 0
+    for index, op in enumerate(nest.block.ops):
+        if is_backward(op):
+            if run > _SHORTEST_PASS and _substantial(nest, forward_since, index):
+                turns.append(index)
+            run, forward_since = 0, index + 1
+        else:
+            run += 1
+    return turns
+
+
+def _substantial(nest: Nest, start: int, end: int) -> bool:
+    """Whether the run of forward operations makes anything worth dropping."""
+    made = sum(v.nbytes for op in nest.block.ops[start:end] for v in op.outputs)
+    most = max((sum(v.nbytes for v in op.outputs) for op in nest.block.ops), default=0)
+    return made > most
+
+
+def _at_turn(
+    nest: Nest, fusion: Fusion, turn: int, simulator: Simulator, times: int
+) -> TurnChoices:
+    block = nest.block
+    stacked = times if nest.cut is not None else 1
+    returned = {v for v in block.outputs if isinstance(v, Value)} if nest.cut is None else set()
+    candidates: dict[str, Candidate] = {}
+    loops = set()
+    for index, op in enumerate(block.ops[:turn]):
+        if not may_repeat(op):
+            continue
+        for value in op.outputs:
+            if not value.nbytes or value in returned or not fusion.is_buffer(value):
+                continue
+            name = kept_name(op, value)
+            if op.loop is not None:
+                loops.add(name)
+                if name in candidates and candidates[name].value.nbytes >= value.nbytes:
+                    continue
+            seconds = simulator.seconds(op, fusion.kinds[index], fusion.roots) * times
+            candidates[name] = Candidate(
+                name,
+                op,
+                value,
+                value.nbytes * stacked,
+                seconds,
+                _group(block.path, turn, op, value),
+            )
+    found = _valleys(block.ops[:turn], fusion, frozenset(candidates))
+    place = {v: index for index, op in enumerate(block.ops[:turn]) for v in op.outputs}
+    tails = tuple(
+        frozenset(c.name for c in candidates.values() if nest.cut is None and place[c.value] > at)
+        for at, _ in found
+    )
+    valleys = tuple(names for _, names in found)
+    return TurnChoices(
+        (block.path, turn), tuple(candidates.values()), valleys, tails, frozenset(loops)
+    )
+
+
+def _group(path: str, turn: int, op: Op, value: Value) -> str:
+    """Equal for the same line of code in repeated layers: numbers in names do not count."""
+    stack = re.sub(r"\d+", "#", _compat.name_stack_of(op.eqn))
+    line = _compat.user_line(op.eqn)
+    where = f"{line[0]}:{line[1]}" if line else ""
+    return f"{path}@{turn}|{op.name}|{value.aval.str_short()}|{stack}|{where}"
+
+
+def _valleys(
+    ops: Sequence[Op], fusion: Fusion, names: frozenset[str]
+) -> list[tuple[int, frozenset[str]]]:
+    """The position of each valley of a forward pass, and what is live in it."""
+    last_read: dict[Value, int] = {}
+    for index, op in enumerate(ops):
+        runs = fusion.kinds[index] is Kind.OPAQUE or any(fusion.is_buffer(v) for v in op.outputs)
+        if not runs:
+            continue
+        for value in op.values:
+            for root in fusion.roots[value]:
+                last_read[root] = index
+    live: dict[Value, str] = {}
+    widths: list[int] = []
+    held: list[tuple[str, ...]] = []
+    dying: dict[int, list[Value]] = {}
+    total = 0
+    for index, op in enumerate(ops):
+        for value in op.outputs:
+            name = kept_name(op, value)
+            if last_read.get(value, -1) > index and name in names:
+                live[value] = name
+                total += value.nbytes
+                dying.setdefault(last_read[value], []).append(value)
+        for value in dying.pop(index, ()):
+            total -= value.nbytes
+            del live[value]
+        widths.append(total)
+        held.append(tuple(live.values()))
+    positions = list(valley_positions(widths))
+    if len(positions) < _FEWEST_VALLEYS:
+        positions = list(low_positions(widths, held))
+    return [(i, frozenset(held[i])) for i in positions if held[i]]
+
+
+def low_positions(widths: Sequence[int], held: Sequence[tuple[str, ...]]) -> Iterator[int]:
+    """Positions no wider than half of all are, one for each set of live values.
+
+    These are the cuts of a chain without valleys, such as layers of equal width.
+
+    >>> list(low_positions([4, 4, 9, 4, 9], [("a",), ("a",), ("a", "b"), ("c",), ("c", "d")]))
+    [0, 3]
+    """
+    low = statistics.median_low([w for w, names in zip(widths, held, strict=True) if names] or [0])
+    before: tuple[str, ...] = ()
+    for index, (width, names) in enumerate(zip(widths, held, strict=True)):
+        if names and width <= low and names != before:
+            before = names
+            yield index
+
+
+def valley_positions(widths: Sequence[int]) -> Iterator[int]:
+    """Positions of local minima that stand out from the hills on both sides.
+
+    >>> list(valley_positions([5, 1, 5, 2, 6]))
+    [1, 3]
+    >>> list(valley_positions([5, 5, 5]))
+    []
+    """
+    low, low_at = None, -1
+    hill = 0
+    for index, width in enumerate(widths):
+        if low is None:
+            hill = max(hill, width)
+            if width and width * _PROMINENCE <= hill:
+                low, low_at = width, index
+        elif width < low:
+            low, low_at = width, index
+        elif width >= low * _PROMINENCE:
+            yield low_at
+            low, hill = None, width

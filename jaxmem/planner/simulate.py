@@ -1,0 +1,189 @@
+"""Execute a written-out schedule on paper: live bytes at every operation, and seconds.
+
+The only judge of bytes before the compiler. It knows nothing of how a schedule was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxmem.program.cost import Rates, op_seconds
+from jaxmem.program.fusion import Fusion, fuse
+from jaxmem.program.ir import Atom, Block, Op, Value
+from jaxmem.program.primitives import Kind
+from jaxmem.program.trace import opened
+
+# Operations XLA runs in place when the operand they update is not needed any more.
+_IN_PLACE = frozenset(
+    [
+        "dynamic_update_slice",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter_mul",
+        "scatter_min",
+        "scatter_max",
+        "add_any",
+        "while",
+        "scan",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A buffer: from the operation that makes it to the last one that reads it."""
+
+    value: Value
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one straight line of operations needs besides its inputs.
+
+    Attributes:
+        temp_bytes: the most temporary bytes live at once; results of the step are not temporary.
+        peak_index: the operation at which that happens.
+        timeline: temporary bytes live while each operation runs.
+        seconds: predicted time.
+        lifetimes: every temporary buffer.
+    """
+
+    temp_bytes: int
+    peak_index: int
+    timeline: tuple[int, ...]
+    seconds: float
+    lifetimes: tuple[Lifetime, ...]
+
+
+@dataclass
+class Simulator:
+    """Simulates blocks of one program on one device; remembers loop bodies it has seen."""
+
+    rates: Rates
+    _bodies: dict[int, tuple[Block, Simulation]] = field(default_factory=dict)
+    _inner: dict[Op, int] = field(default_factory=dict)
+    _seconds: dict[Op, float] = field(default_factory=dict)
+
+    def step(self, block: Block) -> Simulation:
+        """Simulate the whole step: its results have buffers of their own."""
+        held = {v for v in block.outputs if isinstance(v, Value)}
+        return self._run(block.inputs, block.ops, block.outputs, held)
+
+    def body(self, block: Block, num_carry: int) -> Simulation:
+        """Simulate one iteration of a loop: new carries are temporary, slices are written out."""
+        known = self._bodies.get(id(block))
+        if known is None:
+            demanded = block.outputs[:num_carry]
+            known = (
+                block,
+                self._run(block.inputs, block.ops, demanded, set(), block.outputs[num_carry:]),
+            )
+            self._bodies[id(block)] = known
+        return known[1]
+
+    def _run(
+        self,
+        inputs: Sequence[Value],
+        ops: Sequence[Op],
+        outputs: Sequence[Atom],
+        held: set[Value],
+        written: Sequence[Atom] = (),
+    ) -> Simulation:
+        fusion = fuse(inputs, ops, outputs)
+        roots, kinds = fusion.roots, fusion.kinds
+        starts, ends = _lifetimes(ops, fusion, (*outputs, *written))
+        kept_out = {root for value in held for root in roots[value]}
+        dying: dict[int, list[Value]] = {}
+        making: dict[int, list[Value]] = {}
+        for value, start in starts.items():
+            making.setdefault(start, []).append(value)
+            if value not in kept_out:
+                dying.setdefault(ends[value], []).append(value)
+        live, seconds, timeline = 0, 0.0, []
+        for index, op in enumerate(ops):
+            made, dead = making.get(index), dying.get(index)
+            now = live
+            if made:
+                born = sum([v.nbytes for v in made if v not in kept_out])
+                live += born
+                now = live - (_reused(op, kinds[index], born, dead, made) if dead else 0)
+                seconds += self.seconds(op, kinds[index], roots)
+            if kinds[index] is Kind.OPAQUE:
+                now += self.working_bytes(op)
+            timeline.append(now)
+            if dead:
+                live -= sum([v.nbytes for v in dead])
+        peak = max(timeline, default=0)
+        spans = tuple(
+            Lifetime(v, start, ends[v]) for v, start in starts.items() if v not in kept_out
+        )
+        return Simulation(
+            peak, timeline.index(peak) if timeline else 0, tuple(timeline), seconds, spans
+        )
+
+    def working_bytes(self, op: Op) -> int:
+        """Bytes that live only inside ``op``: a loop's iteration, a call's temporaries."""
+        if op.loop is not None:
+            return self.body(op.loop.body, op.loop.num_carry).temp_bytes
+        known = self._inner.get(op.origin)
+        if known is None:
+            blocks = () if op.barrier else opened(op.eqn)
+            known = max((self.body(b, len(b.outputs)).temp_bytes for b in blocks), default=0)
+            self._inner[op.origin] = known
+        return known
+
+    def seconds(self, op: Op, kind: Kind, roots: dict) -> float:
+        """Predicted time of one operation that makes a buffer."""
+        if op.loop is not None:
+            return op.loop.length * self.body(op.loop.body, op.loop.num_carry).seconds
+        if kind is Kind.OPAQUE:
+            known = self._seconds.get(op.origin)
+            if known is None:
+                known = self._seconds[op.origin] = op_seconds(op.origin, self.rates)
+            return known
+        read = {root for v in op.values for root in roots[v]}
+        moved = sum(v.nbytes for v in read) + sum(v.nbytes for v in op.outputs)
+        return moved / self.rates.bytes_per_second
+
+
+def _lifetimes(
+    ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]
+) -> tuple[dict[Value, int], dict[Value, int]]:
+    """First and last operation at which each buffer that ``ops`` make is live."""
+    roots = fusion.roots
+    starts: dict[Value, int] = {}
+    ends: dict[Value, int] = {}
+
+    def read(values: Sequence[Value], index: int) -> None:
+        for value in values:
+            for root in roots[value]:
+                if root in ends:
+                    ends[root] = index
+
+    for index, op in enumerate(ops):
+        made = [v for v in op.outputs if fusion.is_buffer(v)]
+        for value in made:
+            starts[value] = ends[value] = index
+        if made or op.barrier or fusion.kinds[index] is Kind.OPAQUE:
+            read(op.values, index)
+    read([v for v in outputs if isinstance(v, Value)], len(ops) - 1)
+    return starts, ends
+
+
+def _reused(op: Op, kind: Kind, born: int, dying: Sequence[Value], made: Sequence[Value]) -> int:
+    """Bytes of an operand that dies here and that the result is written over."""
+    if not born or not dying:
+        return 0
+    if kind is not Kind.FUSED and op.name not in _IN_PLACE:
+        return 0
+    free = sorted((v.nbytes for v in dying if v not in made), reverse=True)
+    reused = 0
+    for size in sorted((v.nbytes for v in made), reverse=True):
+        if size in free:
+            free.remove(size)
+            reused += size
+    return min(reused, born)

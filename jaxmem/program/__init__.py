@@ -1,0 +1,1 @@
+"""What a step does: operations in order, loops as nested programs."""

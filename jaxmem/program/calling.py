@@ -1,0 +1,387 @@
+"""How a step is called: any arguments JAX can jit, taken apart into arrays and the rest.
+
+Flax NNX objects are split into arrays and a graph definition with ``nnx.update_context``, so
+that what the step changes in them is put back, as with ``nnx.jit``. Equinox modules may hold
+leaves that are not arrays; those are part of the signature.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxmem import _compat
+from jaxmem.errors import ArgumentError, TraceError
+from jaxmem.program import nnx
+from jaxmem.program.ir import Leaf, Program
+from jaxmem.program.trace import program_from_jaxpr
+
+# What JAX makes of a function depends on these; they can be changed between two calls.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call taken apart.
+
+    Attributes:
+        leaves: arrays, ``ShapeDtypeStruct``s or Python numbers, in order.
+        paths: where each leaf sits, such as ``state.params['w']``.
+        donated: whether the leaf belongs to a donated argument.
+        key: equal for calls that can share a compiled step.
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    donated: tuple[bool, ...]
+    key: Hashable
+    treedef: Any = field(repr=False)
+    fixed: dict[int, Any] = field(repr=False)
+    static: tuple[tuple[int | str, Any], ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step traced for one signature.
+
+    Attributes:
+        program: what it does.
+        rebuild: turns the flat results into what the step returns, and updates NNX arguments.
+    """
+
+    program: Program
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+class Caller:
+    """Takes calls of one function apart and traces it."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+    ):
+        self.fun = _unwrapped(fun)
+        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self.parameters, self.takes_more = _parameters(self.fun)
+        self.donate = _numbers(donate_argnums)
+        self.static = set(_numbers(static_argnums))
+        self._check_numbers()
+        inner = _jitted(fun)
+        if inner is not None:
+            self.static |= set(_compat.jit_static_arguments(inner)[0])
+        if inner is not None and inner is not self.fun:
+            self.donate = (*self.donate, *_compat.jit_donated_arguments(inner))
+        self.static_names = self._names(self.static)
+        self.donated_names = self._names(self.donate)
+        if inner is not None:
+            self.static_names |= set(_compat.jit_static_arguments(inner)[1])
+
+    def _names(self, numbers: Iterable[int]) -> set[str]:
+        """Parameters of these numbers: they may be passed by name as well."""
+        count = len(self.parameters)
+        return {self.parameters[n] for n in numbers if -count <= n < count}
+
+    def _check_numbers(self) -> None:
+        count = len(self.parameters)
+        for number in (*self.static, *self.donate):
+            if not (-count <= number < count or self.takes_more):
+                raise ArgumentError(
+                    f"there is no argument {number} of {self.name}, which takes {count}: see "
+                    "donate_argnums and static_argnums."
+                )
+        static, donated = (
+            {n + count if n < 0 else n for n in numbers} for numbers in (self.static, self.donate)
+        )
+        both = sorted(static & donated)
+        if both:
+            raise ArgumentError(f"argument {both[0]} of {self.name} is both static and donated.")
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Take a call apart.
+
+        Raises:
+            ArgumentError: an argument that is not an array, a number or a pytree of those.
+        """
+        count = len(args)
+        static_positions = {n % count if n < 0 else n for n in self.static} if count else set()
+        static = tuple(
+            [(i, a) for i, a in enumerate(args) if i in static_positions]
+            + [(k, v) for k, v in sorted(kwargs.items()) if k in self.static_names]
+        )
+        dynamic = {self._argument(i): a for i, a in enumerate(args) if i not in static_positions}
+        named = {k: v for k, v in kwargs.items() if k not in self.static_names}
+        pure = nnx.split((tuple(dynamic.values()), named))
+        flat, treedef = jax.tree_util.tree_flatten_with_path(pure)
+        positions = [i for i in range(count) if i not in static_positions]
+        donate = {n % count if n < 0 else n for n in self.donate} if count else set()
+        whole = _static_leaves((args, kwargs))
+        leaves, paths, donated, fixed = [], [], [], {}
+        for number, (path, leaf) in enumerate(flat):
+            if id(leaf) in whole:
+                fixed[number] = leaf
+                continue
+            where = _path(path[1:] if isinstance(pure, nnx.Split) else path, list(dynamic))
+            _check_leaf(leaf, where, self.name)
+            leaves.append(leaf)
+            paths.append(where)
+            place = path[1:] if isinstance(pure, nnx.Split) else path
+            second = _index(place[1])
+            by_position = _index(place[0]) == 0
+            donated.append(
+                positions[second] in donate if by_position else second in self.donated_names
+            )
+        key = (
+            tuple(getattr(jax.config, setting) for setting in _SETTINGS),
+            treedef,
+            tuple(_aval_key(leaf) for leaf in leaves),
+            tuple((n, _hashable(v, f"static argument {n}")) for n, v in static),
+            tuple((n, _hashable(v, "")) for n, v in sorted(fixed.items())),
+        )
+        return Call(tuple(leaves), tuple(paths), tuple(donated), key, treedef, fixed, static)
+
+    def _argument(self, index: int) -> str:
+        return self.parameters[index] if index < len(self.parameters) else f"args[{index}]"
+
+    def trace(self, call: Call) -> Traced:
+        """Trace the function for a call.
+
+        Raises:
+            TraceError: JAX cannot trace the function; an error of the function's own code is
+                not touched.
+        """
+        told: dict[str, Any] = {}
+
+        def flat(*leaves: Any) -> list[Any]:
+            out = self._run(call, leaves)
+            results, tree = jax.tree_util.tree_flatten_with_path(out)
+            arrays = [leaf for _, leaf in results if _is_arraylike(leaf)]
+            told.update(
+                tree=tree,
+                fixed=[None if _is_arraylike(leaf) else leaf for _, leaf in results],
+                paths=[jax.tree_util.keystr(path) for path, leaf in results if _is_arraylike(leaf)],
+                is_array=[_is_arraylike(leaf) for _, leaf in results],
+            )
+            if len(arrays) != len(results) and not call.fixed:
+                bad = next(leaf for _, leaf in results if not _is_arraylike(leaf))
+                raise TraceError(
+                    f"{self.name} returned a {type(bad).__name__}, which JAX cannot return from a "
+                    "compiled step. Return arrays or pytrees of arrays."
+                )
+            return arrays
+
+        avals = [_abstract(leaf) for leaf in call.leaves]
+        try:
+            traced = jax.jit(flat).trace(*avals)
+        except (
+            jax.errors.JAXTypeError,
+            jax.errors.UnexpectedTracerError,
+            jax.errors.JAXIndexError,
+        ) as error:
+            raise TraceError(_trace_message(self.name, error)) from error
+        if foreign := traced.jaxpr.jaxpr.invars[len(avals) :]:
+            raise TraceError(_foreign_message(self.name, traced.jaxpr.jaxpr, foreign))
+        donated = _inner_donation(traced.jaxpr, call.donated)
+        program = program_from_jaxpr(
+            traced.jaxpr,
+            name=self.name,
+            arguments=[Leaf(p, d) for p, d in zip(call.paths, donated, strict=True)],
+            results=[Leaf(p) for p in told["paths"]],
+            shardings=[_layout(leaf) for leaf in call.leaves],
+        )
+        return Traced(program, functools.partial(_rebuild, told))
+
+    def _run(self, call: Call, leaves: Sequence[Any]) -> Any:
+        given = iter(leaves)
+        total = len(leaves) + len(call.fixed)
+        flat = [call.fixed[n] if n in call.fixed else next(given) for n in range(total)]
+        pure = jax.tree_util.tree_unflatten(call.treedef, flat)
+        merged, finish = nnx.merged(pure)
+        dynamic, kwargs = merged
+        args = list(dynamic)
+        for position, value in call.static:
+            if isinstance(position, int):
+                args.insert(position, value)
+            else:
+                kwargs = {**kwargs, position: value}
+        return finish(self.fun(*args, **kwargs), merged)
+
+
+def _rebuild(told: dict[str, Any], outs: Sequence[Any]) -> Any:
+    given = iter(outs)
+    flat = [
+        next(given) if array else fixed
+        for array, fixed in zip(told["is_array"], told["fixed"], strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(told["tree"], flat)
+
+
+# --- pieces ------------------------------------------------------------------------------------
+
+
+def _unwrapped(fun: Any) -> Callable[..., Any]:
+    """The function inside ``nnx.jit``: jaxmem splits and merges NNX objects itself."""
+    if type(fun).__module__.startswith("flax.nnx") and hasattr(fun, "__wrapped__"):
+        return fun.__wrapped__
+    if not callable(fun):
+        raise ArgumentError(f"jaxmem needs a function, got {type(fun).__name__}: {fun!r}")
+    return fun
+
+
+def _jitted(fun: Any) -> Any:
+    """The ``jax.jit`` wrapper that ``fun`` is, or that an ``nnx.jit`` wrapper holds."""
+    held = getattr(fun, "jitted_fn", fun) if hasattr(fun, "__wrapped__") else fun
+    return held if _compat.is_jitted(held) else None
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _parameters(fun: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Names of the positional parameters, and whether there may be more than those."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return (), True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    more = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    return tuple(p.name for p in parameters if p.kind in positional), more
+
+
+def _index(key: Any) -> Any:
+    return getattr(key, "idx", getattr(key, "key", None))
+
+
+def _path(path: tuple[Any, ...], names: list[str]) -> str:
+    """``state.params['w']`` instead of ``[0][0].params['w']``."""
+    first = _index(path[1])
+    name = names[first] if _index(path[0]) == 0 else str(first)
+    return name + jax.tree_util.keystr(path[2:])
+
+
+def _is_arraylike(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _static_leaves(tree: Any) -> set[int]:
+    """Leaves of Equinox modules that are not arrays: functions, strings, flags."""
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return set()
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, equinox.Module)
+
+    modules = [m for m in jax.tree_util.tree_leaves(tree, is_leaf=is_module) if is_module(m)]
+    return {
+        id(leaf)
+        for module in modules
+        for leaf in jax.tree_util.tree_leaves(module)
+        if not _is_arraylike(leaf) and not _is_abstract(leaf)
+    }
+
+
+def _check_leaf(leaf: Any, where: str, function: str) -> None:
+    if isinstance(leaf, Tracer):
+        raise ArgumentError(
+            f"{function} is fitted and was called inside another JAX transformation ({where} is a "
+            "tracer). A fitted step is compiled on its own: transform the plain function, then fit "
+            "the result."
+        )
+    if not (_is_arraylike(leaf) or _is_abstract(leaf)):
+        raise ArgumentError(
+            f"argument {where} of {function} is a {type(leaf).__name__} ({leaf!r:.80}), not an "
+            "array. Pass arrays, numbers or pytrees of them, or name the argument in "
+            "static_argnums."
+        )
+
+
+def _abstract(leaf: Any) -> Any:
+    if _is_abstract(leaf):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _aval_key(leaf: Any) -> Hashable:
+    aval = _abstract(leaf)
+    return (aval.shape, str(aval.dtype), bool(getattr(aval, "weak_type", False)), _layout(leaf))
+
+
+def _layout(leaf: Any) -> Any:
+    """The sharding of a leaf that is laid out over several devices."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if sharding is not None and sharding.num_devices > 1 else None
+
+
+def _hashable(value: Any, what: str) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        if what:
+            raise ArgumentError(
+                f"{what} is a {type(value).__name__}, which cannot be hashed; static arguments "
+                "must be hashable."
+            ) from None
+        return id(value)
+    return value
+
+
+def _trace_message(name: str, error: Exception) -> str:
+    """What JAX could not trace, with the user's own line first."""
+    line = ""
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    own = [f for f in frames if "/jax/" not in f.filename and "/jaxmem/" not in f.filename]
+    if own:
+        last = own[-1]
+        text = (last.code_context or [""])[0].strip()
+        line = f" at {last.filename}:{last.lineno} ({last.function}): {text}"
+    first = str(error).strip().splitlines()[0]
+    return (
+        f"JAX cannot trace {name}{line}\n  {type(error).__name__}: {first}\n  Values that decide "
+        "Python control flow or shapes must be static: name them in static_argnums, or use "
+        "jax.lax.cond / jnp.where."
+    )
+
+
+def _foreign_message(name: str, jaxpr: Any, foreign: Sequence[Any]) -> str:
+    """JAX hands the values of another trace over as further inputs and fails much later."""
+    reader = next((e for e in jaxpr.eqns if any(v in foreign for v in e.invars)), None)
+    line = None if reader is None else _compat.user_line(reader)
+    where = f" at {line[0]}:{line[1]} ({line[2]})" if line else ""
+    return (
+        f"JAX cannot trace {name}{where}\n  UnexpectedTracerError: it uses a value "
+        f"{foreign[0].aval.str_short()} of another trace. Return what a step computes instead of "
+        "storing it somewhere, and call a fitted step outside of other JAX transformations."
+    )
+
+
+def _inner_donation(closed: Any, donated: Sequence[bool]) -> tuple[bool, ...]:
+    """Donation asked for here, and by the ``jax.jit`` the function already was under."""
+    flags = dict(zip(closed.jaxpr.invars, donated, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        if len(closed.jaxpr.eqns) == 1 and "donated_invars" in eqn.params:
+            for atom, given in zip(eqn.invars, eqn.params["donated_invars"], strict=True):
+                if given and atom in flags:
+                    flags[atom] = True
+    return tuple(flags[v] for v in closed.jaxpr.invars)

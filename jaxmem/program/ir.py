@@ -1,0 +1,229 @@
+"""Program: the operations of a step in order, loops as nested blocks, as plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+
+class Value:
+    """One array of the program.
+
+    Attributes:
+        aval: its shape and dtype.
+        nbytes: its bytes.
+        key: stable identity for plans; ``None`` for values the rewrite makes anew.
+    """
+
+    __slots__ = ("aval", "key", "nbytes")
+
+    def __init__(self, aval: Any, key: str | None = None):
+        self.aval = aval
+        self.key = key
+        self.nbytes = aval_bytes(aval)
+
+    def like(self) -> Value:
+        """A new value of the same shape and dtype: what a recomputation produces."""
+        return Value(self.aval)
+
+    def __repr__(self) -> str:
+        return f"Value({self.key}: {self.aval})"
+
+
+Atom = Value | jex.Literal
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of this aval; 0 for tokens and other things without a shape."""
+    dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", None)
+    if dtype is None or shape is None:
+        return 0
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return size
+
+
+class Op:
+    """One operation: an equation as data with its operands and results as values.
+
+    Attributes:
+        eqn: the traced equation: primitive, parameters, source, context. Its own variables are
+            not used; ``inputs`` and ``outputs`` are.
+        inputs: operands; for a loop constants, carries, then sliced operands.
+        outputs: results; for a loop carries, then stacked results.
+        loop: for a ``scan`` its body and arity, else ``None``.
+        recompute: name of the recomputation this operation belongs to, "" for the user's own.
+        barrier: true for the barriers the schedule adds (results are the operands, unchanged).
+        values: the distinct operands that are values, literals left out.
+    """
+
+    __slots__ = ("_origin", "barrier", "eqn", "inputs", "loop", "outputs", "recompute", "values")
+
+    def __init__(
+        self,
+        eqn: jex.JaxprEqn,
+        inputs: Sequence[Atom],
+        outputs: Sequence[Value],
+        loop: Loop | None = None,
+        recompute: str = "",
+        barrier: bool = False,
+        origin: Op | None = None,
+    ):
+        self.eqn = eqn
+        self.inputs = inputs
+        self.outputs = outputs
+        self.loop = loop
+        self.recompute = recompute
+        self.barrier = barrier
+        self._origin = origin
+        self.values = tuple(dict.fromkeys(v for v in inputs if isinstance(v, Value)))
+
+    @property
+    def origin(self) -> Op:
+        """The user's operation this one repeats; itself when it is the user's own."""
+        return self._origin or self
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return "optimization_barrier" if self.barrier else self.eqn.primitive.name
+
+    def __repr__(self) -> str:
+        return f"Op({self.name}: {len(self.inputs)} -> {len(self.outputs)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A straight line of operations: the whole step, or the body of a loop.
+
+    Attributes:
+        path: where the block sits: ``""`` for the step, then one name per nesting level.
+        inputs: the values it is given.
+        ops: the operations in order.
+        outputs: the values it returns.
+    """
+
+    path: str
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Atom, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A ``scan``: its body and how operands are split.
+
+    Body inputs are constants, carries, slices; body outputs are carries, slices to stack.
+    ``rewritten`` says that the body is no longer the traced one.
+    """
+
+    body: Block
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+    rewritten: bool = False
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One argument or result leaf of the step: tree path, and whether its buffer is donated."""
+
+    path: str
+    donated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step.
+
+    Attributes:
+        name: name of the user's function.
+        block: its operations; ``block.inputs`` are captured constants, then the argument leaves.
+        consts: the captured arrays.
+        arguments: one :class:`Leaf` per argument leaf.
+        results: one :class:`Leaf` per result leaf that is computed.
+        forwarded: for each result of the step, the number of the argument leaf it simply is, or
+            ``None`` where it is computed; what is forwarded takes no part in the compiled step.
+        shardings: for each argument leaf the sharding it was given with, ``None`` for one device.
+        fingerprint: hash of the traced program and its shapes.
+    """
+
+    name: str
+    block: Block
+    consts: tuple[Any, ...]
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+    fingerprint: str
+    forwarded: tuple[int | None, ...] = ()
+    shardings: tuple[Any, ...] = ()
+    equations: int = 0
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What to compile the block for: shapes, dtypes and shardings of its inputs.
+
+        Weak types are part of it: results that come from them must be as weak as under ``jit``.
+        """
+        given = [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+        return [
+            jax.ShapeDtypeStruct(
+                v.aval.shape,
+                v.aval.dtype,
+                sharding=sharding,
+                weak_type=getattr(v.aval, "weak_type", False),
+            )
+            for v, sharding in zip(self.block.inputs, given, strict=True)
+        ]
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of captured constants and all arguments."""
+        return sum(v.nbytes for v in self.block.inputs)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all results, before donation."""
+        return sum(
+            v.nbytes if isinstance(v, Value) else aval_bytes(v.aval) for v in self.block.outputs
+        )
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions in ``block.inputs`` whose buffers results may take."""
+        first = len(self.consts)
+        return tuple(first + n for n, leaf in enumerate(self.arguments) if leaf.donated)
+
+    @property
+    def aliased_results(self) -> frozenset[int]:
+        """Positions of results that fit into donated arguments of the same shape and dtype."""
+        free: dict[tuple, int] = {}
+        for position in self.donated:
+            kind = _kind(self.block.inputs[position].aval)
+            free[kind] = free.get(kind, 0) + 1
+        shared = set()
+        for number, atom in enumerate(self.block.outputs):
+            kind = _kind(atom.aval)
+            if free.get(kind, 0):
+                free[kind] -= 1
+                shared.add(number)
+        return frozenset(shared)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Bytes that results share with donated arguments."""
+        return sum(aval_bytes(self.block.outputs[n].aval) for n in self.aliased_results)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and results, what donation shares counted once."""
+        return self.argument_bytes + self.output_bytes - self.aliased_bytes
+
+
+def _kind(aval: Any) -> tuple:
+    return getattr(aval, "shape", ()), str(getattr(aval, "dtype", ""))

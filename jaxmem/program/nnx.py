@@ -1,0 +1,134 @@
+"""Flax NNX objects as arguments: taken apart before the step, put back together after it.
+
+``nnx.update_context`` keeps track of which object is which, so that what a step changes in a
+module or optimizer, its structure included, is changed in the caller's own objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_TAG = "jaxmem"
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether a pytree holds NNX objects; never imports flax."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_object)
+    return any(_is_object(leaf) for leaf in leaves)
+
+
+def _is_object(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Module | nnx.Variable)
+
+
+def _objects_only(tree: Any) -> Any:
+    """Plain arrays among the arguments are not results of the step."""
+    return jax.tree_util.tree_map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object)
+
+
+def context(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a call with NNX objects must happen; a no-op for all others."""
+    if not has_objects(args):
+        return contextlib.nullcontext()
+    return sys.modules["flax.nnx"].update_context(_TAG)
+
+
+def put_back(pure_out: Any) -> Any:
+    """What the step returned, with its NNX objects being the caller's own, updated."""
+    if not isinstance(pure_out, Split):
+        return pure_out
+    _, out = _merge(pure_out, inner=False)
+    return out
+
+
+class _Here:
+    """The path entry of what stands in an object's place: it adds nothing to the printed path."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class _Slot:
+    """The place of one object in a pytree: its number, and those arrays of it seen first here."""
+
+    number: int
+    state: Any
+
+    def tree_flatten_with_keys(self):
+        return [(_Here(), self.state)], self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: int, children: Any):
+        return cls(number, *children)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class Split:
+    """A pytree whose NNX objects are taken apart: how they hang together, and slots for them."""
+
+    graphdef: Any
+    tree: Any
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("tree"), self.tree)], self.graphdef
+
+    @classmethod
+    def tree_unflatten(cls, graphdef: Any, children: Any):
+        return cls(graphdef, *children)
+
+
+def split(tree: Any) -> Any:
+    """The pytree with its NNX objects taken apart; itself where it has none.
+
+    Only the objects go through NNX, which would take a number or a ``ShapeDtypeStruct`` beside
+    them for a part of the program.
+    """
+    return _split(tree) if has_objects(tree) else tree
+
+
+def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """Inside the trace: the arguments as objects, and what to do with the result."""
+    if not isinstance(pure, Split):
+        return pure, lambda out, _: out
+    return _merge(pure, inner=True), lambda out, now: _split((_objects_only(now), out))
+
+
+def _split(tree: Any) -> Split:
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_object)
+    objects = tuple(leaf for leaf in leaves if _is_object(leaf))
+    with sys.modules["flax.nnx"].split_context(_TAG) as context:
+        graphdef, state = context.split(objects)
+    numbers = itertools.count()
+    filled = []
+    for leaf in leaves:
+        if _is_object(leaf):
+            number = next(numbers)
+            leaf = _Slot(number, state[number] if number in state else None)
+        filled.append(leaf)
+    return Split(graphdef, jax.tree_util.tree_unflatten(treedef, filled))
+
+
+def _merge(pure: Split, *, inner: bool) -> Any:
+    nnx = sys.modules["flax.nnx"]
+    leaves, treedef = jax.tree_util.tree_flatten(pure.tree, is_leaf=_is_slot)
+    slots = [leaf for leaf in leaves if _is_slot(leaf)]
+    state = nnx.State({slot.number: slot.state for slot in slots if slot.state is not None})
+    with nnx.merge_context(_TAG, inner=inner) as context:
+        objects = context.merge(pure.graphdef, state)
+    filled = [objects[leaf.number] if _is_slot(leaf) else leaf for leaf in leaves]
+    return jax.tree_util.tree_unflatten(treedef, filled)
+
+
+def _is_slot(x: Any) -> bool:
+    return isinstance(x, _Slot)

@@ -1,0 +1,192 @@
+"""Trace a step once into a :class:`Program`: calls inlined, loops opened, the rest kept whole."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from jaxmem import _compat
+from jaxmem.program.ir import Atom, Block, Leaf, Loop, Op, Program, Value
+from jaxmem.program.primitives import inner_jaxprs
+
+_INLINED = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"]
+)
+
+
+def program_from_jaxpr(
+    closed: jex.ClosedJaxpr,
+    *,
+    name: str,
+    arguments: Sequence[Leaf],
+    results: Sequence[Leaf],
+    shardings: Sequence[Any] = (),
+) -> Program:
+    """The program of a traced step.
+
+    Args:
+        closed: what ``jax.jit(step).trace(...)`` produced.
+        name: the user's function name.
+        arguments: one leaf per input of the jaxpr.
+        results: one leaf per output.
+        shardings: one for each input that is laid out over several devices, ``None`` elsewhere.
+
+    Returns:
+        A program whose block takes the captured constants first, then the arguments.
+    """
+    reader = _Reader()
+    constvars = [reader.new(var.aval) for var in closed.jaxpr.constvars]
+    invars = [reader.new(var.aval) for var in closed.jaxpr.invars]
+    ops: list[Op] = []
+    outputs = reader.read(closed.jaxpr, constvars, invars, ops, outer=None)
+    hoisted = tuple(reader.hoisted)
+    forwarded = _forwarded(outputs, invars, arguments)
+    computed = [n for n, argument in enumerate(forwarded) if argument is None]
+    block = Block(
+        path="",
+        inputs=(*(v for v, _ in hoisted), *constvars, *invars),
+        ops=tuple(ops),
+        outputs=tuple(outputs[n] for n in computed),
+    )
+    return Program(
+        name=name,
+        block=block,
+        consts=(*(c for _, c in hoisted), *closed.consts),
+        arguments=tuple(arguments),
+        results=tuple(results[n] for n in computed),
+        forwarded=forwarded,
+        shardings=tuple(shardings),
+        fingerprint=_fingerprint(closed),
+        equations=sum(1 for _ in _all_ops(block)),
+    )
+
+
+def _forwarded(
+    outputs: Sequence[Atom], invars: Sequence[Value], arguments: Sequence[Leaf]
+) -> tuple[int | None, ...]:
+    """Results that are arguments passed through; a donated buffer is handed over by XLA."""
+    place = {v: n for n, v in enumerate(invars) if not arguments[n].donated}
+    return tuple(place.get(atom) if isinstance(atom, Value) else None for atom in outputs)
+
+
+class _Reader:
+    """Reads jaxprs into ops; counts values so that their keys are the same on every trace."""
+
+    def __init__(self):
+        self.counter = itertools.count()
+        self.hoisted: list[tuple[Value, Any]] = []
+
+    def new(self, aval: Any) -> Value:
+        return Value(aval, f"v{next(self.counter)}")
+
+    def read(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Atom],
+        args: Sequence[Atom],
+        ops: list[Op],
+        outer: jex.JaxprEqn | None,
+        path: str = "",
+    ) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def value(atom: Any) -> Atom:
+            return atom if isinstance(atom, jex.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(value(atom) for atom in eqn.invars)
+            placed = eqn if outer is None else _compat.under(eqn, outer)
+            inner = _inlinable(eqn)
+            if inner is not None and not (inner.consts and path):
+                held = [
+                    self.hoist(const, var)
+                    for const, var in zip(inner.consts, inner.jaxpr.constvars, strict=True)
+                ]
+                outputs: Sequence[Atom] = self.read(inner.jaxpr, held, inputs, ops, placed, path)
+            else:
+                results = tuple(self.new(var.aval) for var in eqn.outvars)
+                loop = self.loop(eqn, path, len(ops)) if eqn.primitive.name == "scan" else None
+                ops.append(Op(placed, inputs, results, loop))
+                outputs = results
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [value(atom) for atom in jaxpr.outvars]
+
+    def hoist(self, const: Any, var: Any) -> Value:
+        """A constant captured by an inner call becomes a constant of the whole step."""
+        for held, existing in self.hoisted:
+            if existing is const:
+                return held
+        held = Value(var.aval, f"c{len(self.hoisted)}")
+        self.hoisted.append((held, const))
+        return held
+
+    def loop(self, eqn: jex.JaxprEqn, path: str, index: int) -> Loop | None:
+        """The body of a scan as a block; ``None`` keeps a scan with captured constants whole."""
+        closed = eqn.params["jaxpr"]
+        if closed.consts:
+            return None
+        arity = _compat.scan_arity(eqn.params)
+        inner_path = f"{path}/{index}" if path else str(index)
+        inputs = [self.new(var.aval) for var in closed.jaxpr.invars]
+        ops: list[Op] = []
+        outputs = self.read(closed.jaxpr, (), inputs, ops, None, inner_path)
+        body = Block(inner_path, tuple(inputs), tuple(ops), tuple(outputs))
+        return Loop(
+            body,
+            arity.num_consts,
+            arity.num_carry,
+            eqn.params["length"],
+            eqn.params["reverse"],
+            eqn.params["unroll"],
+        )
+
+
+def _inlinable(eqn: jex.JaxprEqn) -> Any | None:
+    """The jaxpr of a call that can be opened without changing what the program means."""
+    if eqn.primitive.name not in _INLINED:
+        return None
+    params = eqn.params
+    if any(
+        _specified(s) for s in (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    ):
+        return None
+    if params.get("compiler_options_kvs"):
+        return None
+    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+    return inner if hasattr(inner, "consts") and hasattr(inner, "jaxpr") else None
+
+
+def _fingerprint(closed: jex.ClosedJaxpr) -> str:
+    """Hash of the printed program; addresses of Python objects in it are not part of it."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _specified(sharding: Any) -> bool:
+    return type(sharding).__name__ != "UnspecifiedValue"
+
+
+def _all_ops(block: Block):
+    for op in block.ops:
+        yield op
+        if op.loop is not None:
+            yield from _all_ops(op.loop.body)
+
+
+def opened(eqn: jex.JaxprEqn) -> tuple[Block, ...]:
+    """The programs inside an equation that is kept whole (a branch, a checkpoint), as blocks."""
+    blocks = []
+    for jaxpr in inner_jaxprs(eqn):
+        reader = _Reader()
+        inputs = [reader.new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
+        ops: list[Op] = []
+        constants = inputs[: len(jaxpr.constvars)]
+        outputs = reader.read(jaxpr, constants, inputs[len(constants) :], ops, None, "inner")
+        blocks.append(Block("inner", tuple(inputs), tuple(ops), tuple(outputs)))
+    return tuple(blocks)

@@ -1,0 +1,1 @@
+"""Make a schedule run: written-out operations in, a JAX function out."""

@@ -1,0 +1,139 @@
+"""Turn a written-out schedule into a function JAX can trace and compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from jaxmem import _compat
+from jaxmem.program.ir import Atom, Block, Op, Value
+
+_BARRIER = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier((x,)))(0.0).eqns[0]
+
+
+def as_function(block: Block) -> Callable[..., list[Any]]:
+    """A function of the block's inputs that returns its outputs.
+
+    Equations are run as data by ``jax.core.eval_jaxpr``; only loops whose body changed are made
+    anew, with ``jax.lax.scan``.
+    """
+    segments = _segments(block)
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[Value, Any] = dict(zip(block.inputs, args, strict=True))
+        for segment in segments:
+            segment(env)
+        return [_get(env, atom) for atom in block.outputs]
+
+    return run
+
+
+def _get(env: dict[Value, Any], atom: Atom) -> Any:
+    return env[atom] if isinstance(atom, Value) else atom.val
+
+
+def _segments(block: Block) -> list[Callable[[dict[Value, Any]], None]]:
+    """Runs of plain operations, and the rewritten loops between them."""
+    last_read = _last_reads(block)
+    segments: list[Callable[[dict[Value, Any]], None]] = []
+    pending: list[Op] = []
+    start = 0
+    for index, op in enumerate(block.ops):
+        if op.loop is None or not op.loop.rewritten:
+            pending.append(op)
+            continue
+        if pending:
+            segments.append(_straight(pending, last_read, start + len(pending)))
+        segments.append(_loop(op))
+        pending, start = [], index + 1
+    if pending:
+        segments.append(_straight(pending, last_read, start + len(pending)))
+    return segments
+
+
+def _last_reads(block: Block) -> dict[Value, int]:
+    last: dict[Value, int] = {}
+    for index, op in enumerate(block.ops):
+        for value in op.values:
+            last[value] = index
+    for atom in block.outputs:
+        if isinstance(atom, Value):
+            last[atom] = len(block.ops)
+    return last
+
+
+def _straight(
+    ops: Sequence[Op], last_read: dict[Value, int], end: int
+) -> Callable[[dict[Value, Any]], None]:
+    """A run of plain operations as one list of equations, evaluated in one go."""
+    variables: dict[Value, jex.Var] = {}
+    taken: list[Value] = []
+
+    def variable(value: Value) -> jex.Var:
+        known = variables.get(value)
+        if known is None:
+            known = variables[value] = jex.Var(value.aval)
+            taken.append(value)
+        return known
+
+    equations, made = [], []
+    for op in ops:
+        invars = [variable(a) if isinstance(a, Value) else a for a in op.inputs]
+        for value in op.outputs:
+            variables[value] = jex.Var(value.aval)
+            made.append(value)
+        equations.append(_equation(op, invars, [variables[v] for v in op.outputs]))
+    given = [variables[v] for v in taken]
+    results = [v for v in made if last_read.get(v, -1) >= end]
+    outvars = [variables[v] for v in results]
+
+    def run(env: dict[Value, Any]) -> None:
+        outs = _compat.evaluate(equations, given, outvars, [env[v] for v in taken])
+        env.update(zip(results, outs, strict=True))
+
+    return run
+
+
+def _equation(op: Op, invars: list[Any], outvars: list[jex.Var]) -> jex.JaxprEqn:
+    if op.barrier:
+        eqn = op.eqn.replace(
+            primitive=_BARRIER.primitive,
+            params=_BARRIER.params,
+            effects=_BARRIER.effects,
+            invars=invars,
+            outvars=outvars,
+        )
+    else:
+        eqn = op.eqn.replace(invars=invars, outvars=outvars)
+    return _compat.with_name(eqn, op.recompute) if op.recompute else eqn
+
+
+def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:
+    """A loop whose body changed."""
+    loop = op.loop
+    assert loop is not None
+    body = as_function(loop.body)
+    carried = loop.num_consts + loop.num_carry
+
+    def run(env: dict[Value, Any]) -> None:
+        operands = [_get(env, atom) for atom in op.inputs]
+        consts, init, slices = (
+            operands[: loop.num_consts],
+            operands[loop.num_consts : carried],
+            operands[carried:],
+        )
+
+        def step(carry: Sequence[Any], sliced: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = body(*consts, *carry, *sliced)
+            return results[: loop.num_carry], results[loop.num_carry :]
+
+        with jax.named_scope(op.recompute or "jaxmem.loop"):
+            carry, stacked = jax.lax.scan(
+                step, init, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+            )
+        env.update(zip(op.outputs, [*carry, *stacked], strict=True))
+
+    return run

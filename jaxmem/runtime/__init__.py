@@ -1,0 +1,1 @@
+"""Compile a schedule, check it against its plan, run it."""

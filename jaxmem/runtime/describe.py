@@ -1,0 +1,169 @@
+"""Put plans, peaks and dead ends into words: which value, made where, how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxmem.errors import Holder
+from jaxmem.planner.plan import Decision
+from jaxmem.planner.search import Search, Solution
+from jaxmem.planner.simulate import Simulation
+from jaxmem.program.ir import Block, Op, Program, Value
+from jaxmem.program.loops import Nest, is_backward
+from jaxmem.program.source import Origin, checkpoint_names, origin_of
+from jaxmem.units import format_budget, format_bytes
+
+_MOST_HOLDERS = 8
+_NAMED = 3
+
+
+def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]:
+    """One decision per group of equal values, the largest first.
+
+    ``None`` stands for the program as written: everything is kept.
+    """
+    names = checkpoint_names(search.nest)
+    paired = {
+        id(inner.block.ops[pair.forward]) for inner in search.nest.walk() for pair, _ in inner.pairs
+    }
+    found = []
+    for members in search.groups.values():
+        again = [c for t, c in members if solution and c.name not in solution.keep[t]]
+        first = members[0][1]
+        if id(first.op) in paired and not again:
+            continue  # What the loop stacks is decided value by value inside it.
+        origin = origin_of(first.op, names.get(first.value, ""))
+        nbytes, seconds = sum(c.nbytes for _, c in members), sum(c.seconds for c in again)
+        found.append(
+            _decision(first.name, first.value, origin, len(members), len(again), nbytes, seconds)
+        )
+    found += _fused_residuals(search, solution, names)
+    return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
+
+
+def _fused_residuals(
+    search: Search, solution: Solution | None, names: dict[Value, str]
+) -> Iterable[Decision]:
+    """Element-wise values that the loop as written stacks, and a plan always makes again.
+
+    Inside an iteration they are part of a kernel, so nothing is searched for them; JAX writes
+    them out all the same, and a plan that recomputes at all does not.
+    """
+    known = {c.name for members in search.groups.values() for _, c in members}
+    for inner in search.nest.walk():
+        for pair, _ in inner.pairs:
+            first, second = inner.block.ops[pair.forward], inner.block.ops[pair.backward]
+            assert first.loop is not None
+            made = {v: op for op in first.loop.body.ops for v in op.outputs}
+            stacked = dict(zip(first.outputs, first.loop.body.outputs, strict=True))
+            for position in sorted(pair.linked):
+                outer = second.inputs[position]
+                value = stacked[outer] if isinstance(outer, Value) else outer
+                if not isinstance(value, Value) or value not in made or value.key in known:
+                    continue
+                origin = origin_of(made[value], names.get(value, ""))
+                dropped = solution is not None and value.key not in _kept(solution)
+                yield _decision(
+                    str(value.key),
+                    value,
+                    origin,
+                    1,
+                    int(dropped),
+                    value.nbytes * first.loop.length,
+                    0.0,
+                )
+
+
+def _kept(solution: Solution) -> frozenset[str]:
+    return frozenset().union(*solution.keep.values())
+
+
+def _decision(
+    key: str, value: Value, origin: Origin, count: int, again: int, nbytes: int, seconds: float
+) -> Decision:
+    return Decision(
+        key=key,
+        action="recompute" if again else "keep",
+        count=count,
+        recomputed=again,
+        nbytes=nbytes,
+        seconds=seconds,
+        primitive=origin.primitive,
+        shape=tuple(value.aval.shape),
+        dtype=str(value.aval.dtype),
+        source=origin.source,
+        module=origin.module,
+        checkpoint_name=origin.checkpoint_name,
+    )
+
+
+def holders(
+    program: Program, nest: Nest, block: Block, simulation: Simulation
+) -> tuple[Holder, ...]:
+    """What fills memory at the peak of a schedule: arguments, results, temporaries by line."""
+    found = [
+        Holder(leaf.path, value.nbytes, "argument")
+        for leaf, value in zip(program.arguments, argument_values(program), strict=True)
+    ]
+    aliased = program.aliased_bytes
+    if program.output_bytes > aliased:
+        found.append(Holder("results of the step", program.output_bytes - aliased, "output"))
+    names = checkpoint_names(nest)
+    found += _live_at_peak(block, simulation, names)
+    return tuple(sorted(found, key=lambda h: (-h.nbytes, h.name))[:_MOST_HOLDERS])
+
+
+def _live_at_peak(
+    block: Block, simulation: Simulation, names: dict[Value, str]
+) -> Iterable[Holder]:
+    made: dict[Value, Op] = {v: op for op in block.ops for v in op.outputs}
+    sums: dict[tuple[str, str], int] = {}
+    for span in simulation.lifetimes:
+        if span.start <= simulation.peak_index <= span.end:
+            op = made[span.value]
+            label = origin_of(op, names.get(span.value, "")).label
+            kind = "temporary" if is_backward(op) else "residual"
+            sums[label, kind] = sums.get((label, kind), 0) + span.value.nbytes
+    return [Holder(label, nbytes, kind) for (label, kind), nbytes in sums.items()]
+
+
+def argument_values(program: Program) -> Sequence[Value]:
+    """The block inputs that are argument leaves, without captured constants."""
+    return program.block.inputs[len(program.consts) :]
+
+
+def infeasible(
+    program: Program,
+    target: str,
+    budget_bytes: int,
+    smallest_bytes: int,
+    found: Sequence[Holder],
+    reason: str,
+) -> str:
+    """The message of a budget that nothing fits: what, where, the smallest fix."""
+    why = f" ({reason})" if reason else ""
+    held = ", ".join(f"{h.name} ({format_bytes(h.nbytes)}, {h.kind})" for h in found[:_NAMED])
+    lines = [
+        f"no plan fits budget={format_bytes(budget_bytes)} on {target}{why}: the smallest peak "
+        f"found for {program.name} is {format_bytes(smallest_bytes)}.",
+        f"  Held there by: {held}.",
+        f'  Use budget="{format_budget(smallest_bytes)}"' + _ways_out(program, found),
+    ]
+    return "\n".join(lines)
+
+
+def _ways_out(program: Program, found: Sequence[Holder]) -> str:
+    ways = []
+    spare = program.output_bytes - program.aliased_bytes
+    if spare > program.argument_bytes // 4 and not any(a.donated for a in program.arguments):
+        ways.append(
+            "donate the arguments that hold the state, fit(..., donate_argnums=...): the results "
+            f"are {format_bytes(spare)} that could reuse their buffers"
+        )
+    activations = sum(h.nbytes for h in found if h.kind in ("residual", "temporary"))
+    arguments = sum(h.nbytes for h in found if h.kind == "argument")
+    if activations > arguments:
+        ways.append("a smaller batch or sequence, which is what remains: recomputation is used up")
+    else:
+        ways.append("a smaller state, such as a lower-precision optimizer or more devices")
+    return "".join(f", or {way}" for way in ways) + "."

@@ -1,0 +1,313 @@
+"""Solve, write out, compile, check, tighten and solve again, until the compiler agrees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
+from jaxmem.planner.plan import Kept, Plan, Round
+from jaxmem.planner.search import Search, Solution
+from jaxmem.program.cost import Rates
+from jaxmem.program.ir import Block, Program
+from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.standin import has_callbacks, without_callbacks
+from jaxmem.runtime import describe, verify
+from jaxmem.runtime.progress import Report
+from jaxmem.targets.compiling import Compiled, compile_for, memory_schedules, runs_here
+from jaxmem.targets.target import Target
+from jaxmem.units import format_bytes
+
+MOST_COMPILES = 12
+# As written (twice on a CPU), a trial of compiler options (on a CPU, of the smallest program), at
+# most four searches that do not fit, then the smallest programs, of which there are at most five:
+# so the smallest budget that an error names is always reached.
+_MOST_SEARCHES = 6
+_MOST_FAILURES = 4
+# Below this share of the budget a plan that still recomputes is worth another try.
+_WELL_USED = 0.94
+_AIM = 0.985
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A program compiled for the target, within the budget, and the plan it follows."""
+
+    plan: Plan
+    block: Block
+    compiled: Compiled
+
+
+@dataclass(eq=False)
+class Planner:
+    """Plans one traced program for one target; remembers its searches and compiles."""
+
+    program: Program
+    target: Target
+    check: bool = True
+    search: Search = field(init=False)
+    mute: bool = field(init=False)
+    _compiled: dict[tuple, Compiled] = field(default_factory=dict)
+
+    def __post_init__(self):
+        rates = Rates(dict(self.target.flops), self.target.hbm_bytes_per_second)
+        ordered = self.target.platform == "cpu"
+        self.search = Search(self.program, rates, ordered=ordered)
+        self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
+
+    def block(self, solution: Solution | None) -> Block:
+        """The program of a solution; ``None`` stands for the program as written."""
+        return self.search.schedule(solution) if solution else self.program.block
+
+    def compile(
+        self, solution: Solution | None, *, options: Mapping[str, str] | None = None
+    ) -> Compiled:
+        """A solution compiled for the target, scheduled for memory unless told otherwise."""
+        options = self.options if options is None else options
+        key = (solution and solution.key, tuple(sorted(options.items())))
+        if key not in self._compiled:
+            block = self.block(solution)
+            self._compiled[key] = compile_for(
+                self.target,
+                as_function(without_callbacks(block) if self.mute else block),
+                self.program.avals(),
+                donate=self.program.donated,
+                options=options,
+            )
+        return self._compiled[key]
+
+    @functools.cached_property
+    def options(self) -> Mapping[str, str]:
+        """The compiler options that make least of the smallest schedule; none on a GPU."""
+        choices = memory_schedules(self.target)
+        if len(choices) == 1 or not self.search.choices:
+            return choices[-1]
+        smallest = self.search.bases()[0]
+        sizes = [self.compile(smallest, options=o).memory.total_bytes for o in choices]
+        return choices[sizes.index(min(sizes))]
+
+    def keep_all(self) -> Compiled:
+        """The program as written, compiled for the target just as ``jax.jit`` would."""
+        return self.compile(None, options={})
+
+    def follow(self, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
+        """The program of a plan made before, compiled and checked again.
+
+        Raises:
+            PlanMismatchError: the plan belongs to another program or to other shapes.
+            VerificationError: it does not fit, or the compiler undoes its recomputations.
+        """
+        if plan.fingerprint != self.program.fingerprint:
+            raise PlanMismatchError(
+                f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
+                f"program or other shapes than {self.program.name} has here "
+                f"(program {self.program.fingerprint}). Plan again for these arguments: "
+                f"{self.program.name}.plan(...)."
+            )
+        return _Rounds(self, budget_bytes, report).follow(plan)
+
+    def fit(self, budget_bytes: int, report: Report) -> Outcome:
+        """A program within the budget.
+
+        Raises:
+            BudgetInfeasibleError: none was found.
+            VerificationError: the compiler undoes every recomputation that would fit.
+        """
+        return _Rounds(self, budget_bytes, report).run()
+
+
+class _Rounds:
+    """One planning run for one budget."""
+
+    def __init__(self, planner: Planner, budget_bytes: int, report: Report):
+        self.planner, self.budget, self.report = planner, budget_bytes, report
+        self.search = planner.search
+        self.rounds: list[Round] = []
+        self.tried: set[frozenset] = set()
+        self.fitting: list[tuple[Solution, Compiled, int]] = []
+        self.scale = 1.0
+        self.fixed = planner.program.fixed_bytes
+
+    def run(self) -> Outcome:
+        if self.fixed > self.budget:
+            raise self._too_big()
+        plain = self._plain_within_budget()
+        if plain.memory.total_bytes <= self.budget:
+            predicted = self.rounds[-1].predicted_bytes
+            return Outcome(self._plan(None, predicted, plain), self.planner.program.block, plain)
+        self._tighten()
+        if not self.fitting:
+            self._smallest_first()
+        if not self.fitting:
+            raise self._infeasible()
+        solution, compiled, predicted = min(
+            self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes)
+        )
+        return Outcome(
+            self._plan(solution, predicted, compiled), self.planner.block(solution), compiled
+        )
+
+    def _plain_within_budget(self) -> Compiled:
+        """The step as written; scheduled for memory where that is a choice and it needs it."""
+        self.report("compiling the step as written")
+        plain = self.planner.keep_all()
+        self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
+        predicted = self.fixed + self.search.keep_all.temp_bytes
+        self._note("keep-all", predicted, predicted, plain)
+        options = memory_schedules(self.planner.target)[-1]
+        if plain.memory.total_bytes > self.budget and options:
+            plain = self.planner.compile(None, options=options)
+            self._note("keep-all, scheduled for memory", predicted, predicted, plain)
+        return plain
+
+    def follow(self, plan: Plan) -> Outcome:
+        """The program of a plan made before."""
+        keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
+        solution = self.search.evaluate(keep) if keep else None
+        self.report("compiling the plan")
+        if solution is None:
+            compiled = self._plain_within_budget()
+        else:
+            compiled = self._attempt("as planned", solution, solution.temp_bytes)
+        last = self.rounds[-1]
+        if not last.fits or last.problem:
+            raise VerificationError(
+                f"{plan.function}: the plan compiles to {format_bytes(last.compiled_bytes)} here, "
+                f"the budget is {format_bytes(self.budget)}. {last.problem or 'Plan again.'}"
+            )
+        return Outcome(
+            replace(plan, compiled_bytes=last.compiled_bytes, rounds=tuple(self.rounds)),
+            self.planner.block(solution),
+            compiled,
+        )
+
+    def _tighten(self) -> None:
+        """Solve for a simulated limit; move the limit by what the compiler says."""
+        limit = int((self.budget - self.fixed) * _AIM)
+        for attempt in range(_MOST_SEARCHES):
+            solution = self.search.solve(limit)
+            hopeless = attempt >= _MOST_FAILURES and not self.fitting
+            if solution is None or solution.key in self.tried or hopeless:
+                return
+            compiled = self._attempt("search", solution, limit)
+            room = self.budget - self.fixed
+            used = compiled.memory.temp_bytes
+            if compiled.memory.total_bytes <= self.budget:
+                if used >= _WELL_USED * room or len(self.fitting) > 2:
+                    return
+                limit = int(max(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
+            elif self.fitting:
+                return
+            else:
+                limit = int(min(limit, solution.temp_bytes) * room / used * _AIM)
+
+    def _smallest_first(self) -> None:
+        """The schedules with the smallest peaks, until one fits."""
+        for solution in self.search.smallest_first():
+            if self.fitting or len(self.rounds) >= MOST_COMPILES:
+                return
+            self._attempt("smallest", solution, solution.temp_bytes)
+
+    def _attempt(self, name: str, solution: Solution, limit: int) -> Compiled:
+        predicted = self.fixed + int(solution.temp_bytes * self.scale)
+        self.report(
+            f"compile {len(self.rounds) + 1} of at most {MOST_COMPILES}: "
+            f"{format_bytes(predicted)} predicted, {format_bytes(self.budget)} allowed"
+        )
+        compiled = self.planner.compile(solution)
+        problem = self._problem(solution, compiled)
+        self._note(name, self.fixed + limit, predicted, compiled, problem)
+        self.tried.add(solution.key)
+        if solution.temp_bytes:
+            self.scale = compiled.memory.temp_bytes / solution.temp_bytes
+        if compiled.memory.total_bytes <= self.budget and not problem:
+            self.fitting.append((solution, compiled, predicted))
+        return compiled
+
+    def _problem(self, solution: Solution, compiled: Compiled) -> str:
+        """Whether the compiler undid a recomputation; what it undid is kept from now on."""
+        if not self.planner.check:
+            return ""
+        merged = verify.undone(self.planner.block(solution), compiled.hlo_text())
+        if not merged:
+            return ""
+        self.search.pin(merged)
+        return f"the compiler merged {len(merged)} recomputed operations with the originals"
+
+    def _note(
+        self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""
+    ) -> None:
+        total = compiled.memory.total_bytes
+        self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
+
+    def _plan(self, solution: Solution | None, predicted: int, compiled: Compiled) -> Plan:
+        search, program, target = self.search, self.planner.program, self.planner.target
+        memory = compiled.memory
+        notes = []
+        if not compiled.runs_here:
+            notes.append(
+                f"planned for {target.name}, which is not this machine: compiled with XLA:GPU "
+                "here, runs on the local device"
+            )
+        if self.planner.mute:
+            notes.append("its callbacks were left out of the program compiled for that")
+        keep_all = search.keep_all
+        return Plan(
+            function=program.name,
+            target=target.name,
+            budget_bytes=self.budget,
+            predicted_bytes=predicted,
+            compiled_bytes=memory.total_bytes,
+            argument_bytes=memory.argument_bytes,
+            output_bytes=memory.output_bytes,
+            aliased_bytes=memory.alias_bytes,
+            keep_all_predicted_bytes=self.fixed + keep_all.temp_bytes,
+            keep_all_compiled_bytes=self.planner.keep_all().memory.total_bytes,
+            predicted_seconds=solution.seconds if solution else keep_all.seconds,
+            keep_all_seconds=keep_all.seconds,
+            decisions=describe.decisions(search, solution),
+            solver="keep-all" if solution is None else "valleys + greedy fill",
+            rounds=tuple(self.rounds),
+            fingerprint=program.fingerprint,
+            kept=tuple(
+                Kept(path, turn, tuple(sorted(names)))
+                for (path, turn), names in sorted(solution.keep.items() if solution else ())
+            ),
+            notes=tuple(notes),
+        )
+
+    def _too_big(self) -> BudgetInfeasibleError:
+        """Arguments and results alone are over the budget; nothing a schedule does helps."""
+        return self._error(f"its arguments and results alone are {format_bytes(self.fixed)}")
+
+    def _infeasible(self) -> Exception:
+        problems = [r.problem for r in self.rounds if r.fits and r.problem]
+        if problems:
+            return VerificationError(
+                f"{self.planner.program.name}: the compiler undoes the recomputations that would "
+                f"fit {format_bytes(self.budget)} on {self.planner.target.name}: {problems[-1]}. "
+                "Pass verify=False to plan without this check."
+            )
+        return self._error("")
+
+    def _error(self, reason: str) -> BudgetInfeasibleError:
+        """Names the smallest program; it is the same one whatever the budget was."""
+        planner = self.planner
+        candidates: list[Solution | None] = [None, *self.search.smallest_first()]
+        sizes = [planner.compile(c).memory.total_bytes for c in candidates]
+        plain = [
+            planner.keep_all(),
+            planner.compile(None, options=memory_schedules(planner.target)[-1]),
+        ]
+        sizes[0] = min(c.memory.total_bytes for c in plain)
+        smallest = min(sizes)
+        block = planner.block(candidates[sizes.index(smallest)])
+        simulation = self.search.simulator.step(block)
+        holders = describe.holders(planner.program, self.search.nest, block, simulation)
+        message = describe.infeasible(
+            planner.program, planner.target.name, self.budget, smallest, holders, reason
+        )
+        return BudgetInfeasibleError(
+            message, budget_bytes=self.budget, smallest_bytes=smallest, holders=holders
+        )

@@ -1,0 +1,135 @@
+"""A planned step that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem.errors import AbstractCallError, DonatedBufferError, VerificationError
+from jaxmem.program.calling import Call, Traced
+from jaxmem.program.ir import Program
+from jaxmem.rewrite.emit import as_function
+from jaxmem.runtime import verify
+from jaxmem.runtime.rounds import Outcome
+from jaxmem.targets.compiling import compile_for, memory_schedules
+from jaxmem.targets.target import Target
+from jaxmem.units import format_bytes
+
+
+@dataclass(eq=False)
+class Step:
+    """A step for one signature, compiled for the machine it runs on.
+
+    Attributes:
+        traced: the step as the user wrote it.
+        outcome: the plan and the program that follows it.
+        local: what is called; the planned executable itself where the target is this machine.
+    """
+
+    traced: Traced
+    outcome: Outcome
+    local: jax.stages.Compiled
+
+    @classmethod
+    def make(cls, traced: Traced, outcome: Outcome) -> Step:
+        """Compile for the local device if the plan was made for another one."""
+        if outcome.compiled.runs_here:
+            return cls(traced, outcome, outcome.compiled.executable)
+        program, block = traced.program, outcome.block
+        compiled = compile_for(
+            None,
+            as_function(block),
+            program.avals(),
+            donate=program.donated,
+            options=memory_schedules(Target.local())[-1],
+        )
+        return cls(traced, outcome, compiled.executable)
+
+    def __call__(self, call: Call) -> Any:
+        """Run one step.
+
+        Raises:
+            AbstractCallError: an argument has no data.
+            DonatedBufferError: an argument's data was given away by an earlier call.
+        """
+        program = self.traced.program
+        outs = self.local(*program.consts, *inputs(program, call))
+        return self.traced.rebuild(merge_forwarded(program, call.leaves, outs))
+
+    def check_against_plain(self, call: Call) -> None:
+        """Run the step as written on copies of the same inputs and compare the results.
+
+        Raises:
+            VerificationError: they differ, or the comparison cannot be made.
+        """
+        program = self.traced.program
+        if any(op.eqn.effects for op in program.block.ops):
+            raise VerificationError(
+                f'{program.name}: verify="full" runs the step twice, and it has effects (a '
+                "callback or print), which would then happen twice. Use verify=True."
+            )
+        plain = compile_for(None, as_function(program.block), program.avals())
+        local = Target.local()
+        if plain.memory.total_bytes > local.device_bytes:
+            raise VerificationError(
+                f'{program.name}: verify="full" needs the step as written to fit this device, and '
+                f"it needs {format_bytes(plain.memory.total_bytes)} of "
+                f"{format_bytes(local.device_bytes)}. Use verify=True, or smaller shapes."
+            )
+        arguments = [copied(leaf) for leaf in inputs(program, call)]
+        reference = plain.executable(*program.consts, *arguments)
+        found = self.local(*program.consts, *arguments)
+
+        def nearby() -> list[Any]:
+            moved = [verify.nudged(leaf, n) for n, leaf in enumerate(inputs(program, call))]
+            return plain.executable(*program.consts, *moved)
+
+        paths = [r.path for r in program.results]
+        verify.compare(reference, found, paths, program.name, nearby)
+
+
+def inputs(program: Program, call: Call) -> list[Any]:
+    """The arrays of a call, ready for the compiled step."""
+    ready = []
+    seen: set[int] = set()
+    donated = [leaf.donated for leaf in program.arguments]
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise AbstractCallError(
+                f"argument {path} of {program.name} is a ShapeDtypeStruct, which has no data. Plan "
+                "on it with .plan(...); to run the step pass an array."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise DonatedBufferError(
+                f"argument {path} of {program.name} was donated to an earlier call and is gone. "
+                "Use the state that call returned, or fit without donate_argnums."
+            )
+        # XLA must not be given one buffer twice when it may write to it (FACTS section 5).
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            leaf = copied(leaf) if any(donated) else leaf
+        seen.add(id(leaf))
+        ready.append(as_array(leaf) if not isinstance(leaf, jax.Array) else leaf)
+    return ready
+
+
+def as_array(leaf: Any) -> Any:
+    """A number as the array JAX would make of it."""
+    aval = jax.typeof(leaf)
+    return np.asarray(leaf, aval.dtype)
+
+
+def copied(leaf: Any) -> Any:
+    """The same data in a buffer of its own."""
+    return jax.numpy.copy(leaf)
+
+
+def merge_forwarded(program: Program, arguments: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """All results in order: computed ones, and arguments that are returned as they are."""
+    computed = iter(outs)
+    return [
+        next(computed) if n is None else jax.numpy.asarray(arguments[n]) for n in program.forwarded
+    ]

@@ -1,0 +1,144 @@
+"""Check that a compiled program is what its plan says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import dtypes
+
+from jaxmem.errors import VerificationError
+from jaxmem.program.ir import Block, Op
+from jaxmem.program.primitives import Kind, kind_of
+
+_KERNELS = ("dot_general", "conv_general_dilated")
+# Only the name of a kernel counts: element-wise work that the user does late anyway, such as the
+# derivative of an activation, is recomputed under the same name and is never merged.
+_TAG = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
+# A rewrite changes fusion, and fusion changes rounding. FACTS section 5: the error of a rewrite
+# may be a few times the error of the plain program, not more.
+_ROUNDING = {
+    "float64": 1e-9,
+    "float32": 2e-3,
+    "bfloat16": 6e-2,
+    "float16": 1e-2,
+    "complex128": 1e-9,
+    "complex64": 2e-3,
+}
+_NOISE = 8.0
+
+
+def undone(block: Block, hlo_text: str) -> tuple[Op, ...]:
+    """Recomputed kernels that the compiler merged with the originals.
+
+    A recomputation is found in the compiled program by the name that was put on it; XLA drops
+    the name together with the instruction when it merges the copy with the original.
+
+    Args:
+        block: the schedule that was compiled.
+        hlo_text: the optimised program.
+
+    Returns:
+        The user's own operations of which no copy is left in one of the recomputations.
+    """
+    present = set(_TAG.findall(hlo_text))
+    missing: list[Op] = []
+    for tag, ops in _recomputed_kernels(block).items():
+        if tag not in present:
+            missing.extend(op.origin for op in ops)
+    return tuple(missing)
+
+
+def _recomputed_kernels(block: Block) -> dict[str, list[Op]]:
+    """The recomputed matrix products, convolutions and loops, by recomputation."""
+    found: dict[str, list[Op]] = {}
+    for op in block.ops:
+        if op.recompute and not op.barrier and op.name in _KERNELS:
+            found.setdefault(op.recompute, []).append(op)
+        if op.loop is not None and kind_of(op) is Kind.OPAQUE:
+            for tag, ops in _recomputed_kernels(op.loop.body).items():
+                found.setdefault(tag, []).extend(ops)
+    return found
+
+
+def compare(
+    reference: Sequence[Any],
+    outputs: Sequence[Any],
+    paths: Sequence[str],
+    function: str,
+    nearby: Callable[[], Sequence[Any]] | None = None,
+) -> None:
+    """Raise unless two runs of a step agree up to rounding.
+
+    Floats and complex numbers must agree within a dtype-dependent fraction of the leaf's largest
+    magnitude; everything else exactly. A leaf that differs more may still be right where the step
+    itself magnifies rounding: Adam turns a gradient that is zero but for rounding into a full
+    update. Then it may differ by a few times what the step as written differs from itself on
+    inputs that were changed in their last bit.
+
+    Args:
+        reference: results of the step as written.
+        outputs: results of the planned step.
+        paths: tree path of each result.
+        function: name of the step.
+        nearby: gives the results of the step as written on nearby inputs; asked for only when a
+            leaf differs by more than rounding.
+
+    Raises:
+        VerificationError: a leaf differs; it is named.
+    """
+    others: Sequence[Any] | None = None
+    for number, (path, expected, found) in enumerate(zip(paths, reference, outputs, strict=True)):
+        message = _difference(expected, found)
+        if message and nearby is not None and _ROUNDING.get(str(expected.dtype)):
+            others = nearby() if others is None else others
+            noise = _NOISE * _relative_error(expected, others[number])
+            message = _difference(expected, found, noise)
+        if message:
+            raise VerificationError(
+                f"{function}: result {path} differs from the step as written {message}."
+            )
+
+
+def nudged(leaf: Any, seed: int) -> Any:
+    """``leaf`` with every float moved by one unit in its last place, up or down at random."""
+    tolerance = _ROUNDING.get(str(leaf.dtype))
+    if tolerance is None or np.iscomplexobj(leaf):
+        return leaf
+    up = np.random.default_rng(seed).integers(0, 2, leaf.shape, dtype=bool)
+    step = jax.numpy.finfo(leaf.dtype).eps
+    return leaf * jax.numpy.where(up, 1 + step, 1 - step).astype(leaf.dtype)
+
+
+def _relative_error(expected: Any, found: Any) -> float:
+    """Largest difference over the largest magnitude; infinite where what is not finite differs."""
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    a, b = np.asarray(expected).astype(wide), np.asarray(found).astype(wide)
+    finite = np.isfinite(a)
+    if (
+        not np.array_equal(a[~finite], b[~finite], equal_nan=True)
+        or not np.isfinite(b[finite]).all()
+    ):
+        return math.inf
+    a, b = a[finite], b[finite]
+    scale = np.max(np.abs(a), initial=0.0) or 1.0
+    return float(np.max(np.abs(a - b), initial=0.0) / scale)
+
+
+def _difference(expected: Any, found: Any, noise: float = 0.0) -> str:
+    """How two results differ, in words; ``""`` if they agree."""
+    is_key = dtypes.issubdtype(expected.dtype, dtypes.prng_key)  # pyright: ignore[reportPrivateImportUsage]
+    if is_key:
+        expected, found = jax.random.key_data(expected), jax.random.key_data(found)
+    tolerance = _ROUNDING.get(str(expected.dtype))
+    if tolerance is None:
+        same = np.array_equal(np.asarray(expected), np.asarray(found))
+        return "" if same else "(it is not a float, so it must be equal)"
+    error, allowed = _relative_error(expected, found), max(tolerance, noise)
+    if error <= allowed:
+        return ""
+    return f"by {error:.1e} of its largest magnitude (allowed for {expected.dtype}: {allowed:.0e})"

@@ -1,0 +1,124 @@
+"""This machine: what JAX's default device has, and what its rates are assumed to be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem.errors import TargetError
+from jaxmem.targets import table, topology
+from jaxmem.targets.target import USABLE_SHARE, from_table
+
+# One core with 256-bit FMA at 2.5 GHz peaks at 80 GFLOP/s in float32; GEMMs get near half of it.
+_CORE_FLOPS = {"float32": 30e9, "float64": 15e9, "bfloat16": 15e9, "float16": 15e9, "int8": 15e9}
+_CPU_MEMORY_BYTES_PER_SECOND = 20e9
+_CPU_COPY_BYTES_PER_SECOND = 10e9
+
+
+def default_device() -> dict[str, Any]:
+    """Fields of the target that is JAX's default device here."""
+    topology.initialize_default_backend()
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return processor()
+    if device.platform != "gpu" or "rocm" in device.client.platform_version.lower():
+        raise TargetError(
+            f"the default JAX device is a {device.platform} ({device.device_kind}); jaxmem knows "
+            'CPUs and NVIDIA GPUs. Name one to plan for, such as target="h200".'
+        )
+    return _gpu(device)
+
+
+def processor() -> dict[str, Any]:
+    """Fields of the target that is this machine's processor."""
+    topology.initialize_default_backend()
+    devices, cores = len(jax.local_devices(backend="cpu")), os.cpu_count() or 1
+    memory_bytes = host_bytes()
+    return {
+        "name": "cpu",
+        "platform": "cpu",
+        "model": "",
+        "device_bytes": memory_bytes // devices,
+        "host_bytes": memory_bytes,
+        "flops": {name: rate * cores / devices for name, rate in _CORE_FLOPS.items()},
+        "hbm_bytes_per_second": _CPU_MEMORY_BYTES_PER_SECOND / devices,
+        "h2d_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
+        "d2h_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
+        "d2d_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
+        "devices_per_host": devices,
+        "hosts": jax.process_count("cpu"),
+        "sources": (
+            "memory: operating system and cgroup limit",
+            f"rates assumed: {_CORE_FLOPS['float32'] / 1e9:.0f} GFLOP/s on each of {cores} cores",
+        ),
+    }
+
+
+def host_bytes() -> int:
+    """Bytes of memory this process may use: physical memory, or a lower cgroup limit."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _cgroup_limits(memberships: Path, root: Path) -> list[int]:
+    """Limits of the process's cgroup and of every one above it, for cgroup versions 1 and 2."""
+    folders = [root / "memory"]
+    if memberships.is_file():
+        for line in memberships.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root if not controllers else root / "memory"
+            if not controllers or "memory" in controllers.split(","):
+                own = base / path.lstrip("/")
+                folders += [own, *(f for f in own.parents if f.is_relative_to(base))]
+    files = [f / name for f in folders for name in ("memory.max", "memory.limit_in_bytes")]
+    texts = [file.read_text().strip() for file in files if file.is_file()]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _gpu(device: Any) -> dict[str, Any]:
+    model = table.by_device_kind(device.device_kind)
+    fields = from_table(model) if model else _like_another(device)
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    local_count = jax.local_device_count()
+    name = model or device.device_kind
+    memory = "memory: what JAX may allocate here" if limit else "memory: the table"
+    return {
+        **fields,
+        "name": f"{local_count}x{name}" if local_count > 1 else name,
+        "device_bytes": limit or fields["device_bytes"],
+        "host_bytes": host_bytes(),
+        "devices_per_host": local_count,
+        "hosts": jax.process_count(),
+        "sources": (*fields["sources"], memory),
+    }
+
+
+def _like_another(device: Any) -> dict[str, Any]:
+    """A GPU that the table lacks: rates of the nearest one it has, scaled by multiprocessors."""
+    capability = str(getattr(device, "compute_capability", "0"))
+    cores = getattr(device, "core_count", None)
+    if not cores:
+        raise TargetError(
+            f"{device.device_kind} is not in the table and JAX does not say how large it is. "
+            f"Name the nearest GPU instead, one of {', '.join(table.models())}."
+        )
+    model = min(
+        table.models(),
+        key=lambda name: (
+            abs(float(table.gpu(name)["compute_capability"]) - float(capability)),
+            abs(table.gpu(name)["sm_count"] - cores),
+        ),
+    )
+    like, share = from_table(model), cores / table.gpu(model)["sm_count"]
+    return {
+        **like,
+        "model": "",
+        "device_bytes": int(table.gpu(model)["memory_bytes"] * share * USABLE_SHARE),
+        "flops": {name: rate * share for name, rate in like["flops"].items()},
+        "hbm_bytes_per_second": like["hbm_bytes_per_second"] * share,
+        "sources": (f"rates assumed: {model}'s scaled by multiprocessors",),
+    }

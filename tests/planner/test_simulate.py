@@ -1,0 +1,211 @@
+"""The simulator against an interpreter that counts references, and against the compiler."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxmem.planner.schedule import Scheduler
+from jaxmem.planner.simulate import Simulator
+from jaxmem.program.ir import Block, Value
+from jaxmem.rewrite.emit import as_function
+from jaxmem.targets import compile_for
+from tests.planner.lines import RATES, Line, lines, program
+
+SIDE = 512
+BYTES = SIDE * SIDE * 4
+
+
+class Buffer:
+    """Memory of the interpreter: freed when nothing is left that will read it."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.readers = nbytes, 0
+
+
+def buffers_of(block: Block) -> dict[Value, Buffer]:
+    """The buffer behind every value; what a barrier returns is what it was given."""
+    buffers = {value: Buffer(0) for value in block.inputs}
+    for op in block.ops:
+        for position, result in enumerate(op.outputs):
+            old = buffers[op.inputs[position]] if op.barrier else None  # pyright: ignore
+            buffers[result] = old or Buffer(result.nbytes)
+    return buffers
+
+
+def interpreted(block: Block, *, outputs_are_temporary: bool) -> list[int]:
+    """Temporary bytes live while each operation runs, by counting references."""
+    buffers = buffers_of(block)
+    for op in block.ops:
+        for buffer in {buffers[v] for v in op.inputs}:
+            buffer.readers += 1
+    for value in block.outputs:
+        buffers[value].readers += 1
+        if not outputs_are_temporary:
+            buffers[value].nbytes = 0
+    live: set[Buffer] = set()
+    timeline = []
+    for op in block.ops:
+        live |= {buffers[v] for v in op.outputs}
+        timeline.append(sum(buffer.nbytes for buffer in live))
+        for buffer in {buffers[v] for v in op.inputs}:
+            buffer.readers -= 1
+        live = {buffer for buffer in live if buffer.readers}
+    return timeline
+
+
+@given(lines())
+def test_opaque_operations_are_counted_exactly(line: Line):
+    simulation = Simulator(RATES).step(line.block)
+    expected = interpreted(line.block, outputs_are_temporary=False)
+    assert list(simulation.timeline) == expected
+    assert simulation.temp_bytes == max(expected)
+    assert expected[simulation.peak_index] == max(expected)
+
+
+@given(lines())
+def test_in_a_loop_body_the_results_are_temporary_too(line: Line):
+    simulation = Simulator(RATES).body(line.block, len(line.block.outputs))
+    expected = interpreted(line.block, outputs_are_temporary=True)
+    assert list(simulation.timeline) == expected
+
+
+@given(lines(), st.data(), st.booleans())
+@settings(max_examples=200)
+def test_written_out_recomputations_are_counted_exactly(line: Line, data, ordered: bool):
+    kept = frozenset(data.draw(st.lists(st.sampled_from(line.keys), unique=True)))
+    block = Scheduler(line.nest, ordered).schedule({("", line.turn): kept})
+    simulation = Simulator(RATES).step(block)
+    assert list(simulation.timeline) == interpreted(block, outputs_are_temporary=False)
+
+
+@given(lines())
+def test_lifetimes_add_up_to_the_timeline(line: Line):
+    simulation = Simulator(RATES).step(line.block)
+    for index, live in enumerate(simulation.timeline):
+        spans = [s for s in simulation.lifetimes if s.start <= index <= s.end]
+        assert sum(s.value.nbytes for s in spans) == live
+
+
+@given(lines())
+def test_seconds_are_the_bytes_that_operations_move(line: Line):
+    moved = sum(
+        sum(v.nbytes for v in set(op.inputs)) + sum(v.nbytes for v in op.outputs)
+        for op in line.block.ops
+    )
+    simulation = Simulator(RATES).step(line.block)
+    assert simulation.seconds == pytest.approx(moved / RATES.bytes_per_second)
+
+
+def test_nothing_at_all():
+    simulation = Simulator(RATES).step(Block("", (), (), ()))
+    assert (simulation.temp_bytes, simulation.timeline, simulation.seconds) == (0, (), 0.0)
+
+
+# --- fusion, rule by rule ----------------------------------------------------------------------
+# Each program leaves this many buffers of one matrix, by the simulator and by XLA:CPU. The first
+# product of most of them is there to have something that is not an argument.
+
+
+def scanned(body, x, w):
+    return lax.scan(lambda carry, _: (body(carry, w), None), x, None, length=4)[0].sum()
+
+
+RULES = {
+    "element-wise work has no buffers": (0, lambda x, w: jnp.tanh(jnp.sin(x)) * 2),
+    "a product has one": (1, lambda x, w: (x @ w) @ w),
+    "element-wise work is written over it": (1, lambda x, w: jnp.tanh(x @ w) @ w),
+    "two readers share a buffer": (1, lambda x, w: _twice(jnp.tanh(x), w)),
+    "a gather is fused": (1, lambda x, w: (x @ w)[jnp.arange(SIDE)[::-1]] @ w),
+    "rows that are reduced are absorbed": (1, lambda x, w: jax.nn.softmax(x @ w) @ w),
+    "centred rows too": (1, lambda x, w: _centred(x @ w) @ w),
+    "a broadcast that a product reads is real": (1, lambda x, w: _rows(x) @ w),
+    "an iota too": (1, lambda x, w: lax.broadcasted_iota(jnp.float32, x.shape, 0) @ w),
+    "an update is in place": (1, lambda x, w: lax.dynamic_update_slice(x @ w, w[:8], (0, 0)) @ w),
+    "a scatter too": (1, lambda x, w: (x @ w).at[3].set(1.0) @ w),
+    "joined matrices are real": (4, lambda x, w: _joined(x @ w, x) @ _joined(w, w).T),
+    "a loop has its carry and its iteration": (2, lambda x, w: scanned(_layer, x, w)),
+}
+
+
+def _twice(h, w):
+    return h @ w, (h * w).sum()
+
+
+def _centred(h):
+    return h - h.mean(-1, keepdims=True)
+
+
+def _rows(x):
+    return jnp.broadcast_to(x[0], x.shape)
+
+
+def _joined(a, b):
+    return jnp.concatenate([a, b], 1)
+
+
+def _layer(carry, w):
+    return jnp.tanh(carry @ w)
+
+
+def traced(function, side: int):
+    matrix = jax.ShapeDtypeStruct((side, side), jnp.float32)
+    return program(function, matrix, matrix)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fusion_rule(rule: str):
+    count, function = RULES[rule]
+    step = traced(function, SIDE)
+    simulated = Simulator(RATES).step(step.block).temp_bytes
+    compiled = compile_for("cpu", as_function(step.block), step.avals()).memory.temp_bytes
+    assert simulated == pytest.approx(count * BYTES, rel=0.02)
+    assert compiled == pytest.approx(count * BYTES, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["element-wise work is written over it", "centred rows too", "joined matrices are real"],
+)
+def test_fusion_rule_on_an_absent_gpu(rule: str):
+    """Large matrices, beside which the workspace of a product (4 MiB) is nothing."""
+    count, function = RULES[rule]
+    side = 16 * SIDE
+    step = traced(function, side)
+    simulated = Simulator(RATES).step(step.block).temp_bytes
+    compiled = compile_for("h200", as_function(step.block), step.avals()).memory.temp_bytes
+    assert simulated == pytest.approx(count * side * side * 4, rel=0.02)
+    assert compiled == pytest.approx(count * side * side * 4, rel=0.03)
+
+
+def test_what_lives_only_inside_an_operation_counts_while_it_runs():
+    """A branch, a checkpoint and a loop body each have two products inside."""
+
+    def inside(x, w):
+        return ((x @ w) @ w).sum()
+
+    forms = [
+        lambda x, w: lax.cond(x[0, 0] > 0, inside, lambda x, w: x.sum(), x, w),
+        lambda x, w: jax.checkpoint(inside)(x, w),
+        lambda x, w: lax.scan(lambda c, _: (c + inside(x, w), None), 0.0, None, length=3)[0],
+    ]
+    for function in forms:
+        step = traced(function, SIDE)
+        simulation = Simulator(RATES).step(step.block)
+        assert simulation.temp_bytes == pytest.approx(2 * BYTES, rel=0.01)
+        peak = step.block.ops[simulation.peak_index]
+        assert peak.name in ("cond", "checkpoint", "remat2", "scan")
+
+
+def test_a_loop_takes_as_long_as_its_iterations():
+    def looped(length):
+        return lambda x, w: lax.scan(lambda c, _: (_layer(c, w), None), x, None, length=length)[0]
+
+    four, eight = (Simulator(RATES).step(traced(looped(n), SIDE).block).seconds for n in (4, 8))
+    assert eight == pytest.approx(2 * four)
+    product = 2 * SIDE**3 / RATES.flops["float32"]
+    assert four >= 4 * product

@@ -1,0 +1,83 @@
+"""What operations cost, against the compiler's own count of floating-point operations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxmem.program.cost import Rates, arithmetic, op_seconds, value_bytes
+from tests.planner.lines import program
+
+RATES = Rates({"float32": 1e12, "bfloat16": 4e12}, 1e11)
+IMAGE, KERNEL = jnp.ones((2, 16, 16, 8)), jnp.ones((3, 3, 8, 12))
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+
+
+def convolution(**options):
+    return lambda x, w: lax.conv_general_dilated(
+        x, w, options.pop("strides", (1, 1)), "SAME", dimension_numbers=LAYOUT, **options
+    )
+
+
+PRODUCTS = {
+    "matrix": (lambda a, b: a @ b, jnp.ones((32, 64)), jnp.ones((64, 16))),
+    "batched": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), *[jnp.ones((4, 8, 8))] * 2),
+    "two dimensions": (lambda a, b: jnp.einsum("ijk,jkl->il", a, b), *[jnp.ones((8, 8, 8))] * 2),
+    "vector": (lambda a, b: a @ b, jnp.ones((32, 64)), jnp.ones(64)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_count_what_xla_counts(name: str):
+    function, *args = PRODUCTS[name]
+    (op,) = [o for o in program(function, *args).block.ops if o.name == "dot_general"]
+    counted = jax.jit(function).lower(*args).cost_analysis()["flops"]
+    assert arithmetic(op.eqn) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolutions_count_taps_times_channels(groups: int):
+    kernel = KERNEL[:, :, : 8 // groups]
+    step = program(convolution(feature_group_count=groups), IMAGE, kernel)
+    (op,) = step.block.ops
+    assert arithmetic(op.eqn) == 2 * (2 * 16 * 16 * 12) * (3 * 3 * 8 // groups)
+
+
+def test_the_holes_of_a_dilated_input_cost_nothing():
+    """The input gradient of a strided convolution costs what the convolution costs."""
+    forward = convolution(strides=(2, 2))
+    step = program(jax.grad(lambda x, w: forward(x, w).sum()), IMAGE, KERNEL)
+    costs = [arithmetic(o.eqn) for o in step.block.ops if o.name == "conv_general_dilated"]
+    plain = 2 * (2 * 8 * 8 * 12) * (3 * 3 * 8)
+    assert costs[-1] == pytest.approx(plain)
+
+
+def test_time_is_the_slower_of_arithmetic_and_traffic():
+    assert RATES.seconds(2e12, "float32", 1) == 2.0
+    assert RATES.seconds(2e12, "bfloat16", 1) == 0.5
+    assert RATES.seconds(1, "bfloat16", 3e11) == 3.0
+    assert RATES.seconds(2e12, "float8_unheard_of", 1) == 2.0, "as float32"
+
+
+def test_loops_branches_and_calls_cost_what_is_inside():
+    x = jnp.ones((128, 128))
+    product = op_seconds(program(lambda x: x @ x, x).block.ops[0], RATES)
+
+    def looped(x):
+        return lax.scan(lambda c, _: (c @ x, None), x, None, length=7)[0]
+
+    def chosen(x):
+        return lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x)
+
+    def costs(function, name):
+        return next(op_seconds(o, RATES) for o in program(function, x).block.ops if o.name == name)
+
+    assert costs(looped, "scan") == pytest.approx(7 * product)
+    assert costs(chosen, "cond") == pytest.approx(2 * product)
+
+
+def test_bytes_of_values_are_counted_once():
+    block = program(lambda x: x + 1, jnp.ones(4)).block
+    assert value_bytes([*block.inputs, *block.inputs, *block.ops[0].inputs]) == 16

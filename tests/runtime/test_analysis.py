@@ -1,0 +1,102 @@
+"""Reports: every byte at the peak has a buffer, and every buffer a place people know."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxmem
+from jaxmem.planner.report import MemoryReport
+from tests.problems import PROBLEMS
+
+NAMES = ("mlp", "transformer_scan", "lstm_nested", "mixed_leaves", "transformer_nnx", "branches")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def report(request) -> MemoryReport:
+    problem = PROBLEMS[request.param]
+    step, args = problem.make()
+    return jaxmem.analyze(step, *args, donate_argnums=problem.donate)
+
+
+def test_the_peak_is_where_the_timeline_is_highest(report: MemoryReport):
+    assert report.peak_bytes == max(report.timeline) == report.timeline[report.peak_index]
+    fixed = report.argument_bytes + report.output_bytes - report.aliased_bytes
+    assert min(report.timeline) >= fixed
+    assert len(report.timeline) <= report.equations
+
+
+def test_the_buffers_at_the_peak_explain_it(report: MemoryReport):
+    """Temporaries inside an operation that is kept whole, such as a branch, have no buffer."""
+    explained = sum(b.nbytes for b in report.at_peak())
+    assert 0.85 * report.peak_bytes <= explained <= 1.1 * report.peak_bytes
+    for sums in (report.by_category(), report.by_source(), report.by_module()):
+        assert sum(sums.values()) == explained
+        assert list(sums.values()) == sorted(sums.values(), reverse=True)
+
+
+def test_arguments_add_up_and_have_paths(report: MemoryReport):
+    constants = sum(b.nbytes for b in report.buffers if b.category == "constant")
+    assert sum(report.by_argument().values()) + constants == report.argument_bytes
+    assert all(b.path for b in report.buffers if b.category == "argument")
+
+
+def test_lifetimes_are_inside_the_schedule(report: MemoryReport):
+    assert all(0 <= b.start <= b.end < len(report.timeline) for b in report.buffers)
+    assert all(b.nbytes >= 0 for b in report.buffers)
+    assert {b.category for b in report.buffers} >= {"argument", "residual"}
+    starts = [start for _, start in report.phases]
+    assert starts == sorted(starts)
+    assert [name for name, _ in report.phases][:2] == ["forward", "backward"]
+
+
+def test_the_compilers_figure_is_its_own(report: MemoryReport):
+    assert report.compiled_bytes > report.compiled_temp_bytes > 0
+    assert report.compiled_bytes >= report.argument_bytes
+
+
+def test_a_report_is_plain_data(report: MemoryReport):
+    data = json.loads(report.to_json())
+    assert data["peak_bytes"] == report.peak_bytes
+    assert len(data["buffers"]) == len(report.buffers)
+
+
+def test_modules_lines_and_checkpoint_names_are_found():
+    def step(w, x):
+        def loss(w):
+            with jax.named_scope("encoder"):
+                y = checkpoint_name(jnp.sin(x @ w), "hidden")
+            with jax.named_scope("decoder"):
+                return ((y @ w) ** 2).sum()
+
+        return jax.grad(loss)(w)
+
+    report = jaxmem.analyze(step, jnp.eye(64), jnp.ones((4096, 64)))
+    assert any(module.startswith("encoder") for module in report.by_module())
+    line = step.__code__.co_firstlineno + 3
+    assert any(source.startswith(f"test_analysis.py:{line} ") for source in report.by_source())
+    assert sum(report.by_checkpoint_name().values()) == report.by_checkpoint_name()["hidden"]
+    assert report.by_checkpoint_name()["hidden"] >= 4096 * 64 * 4
+
+
+def test_a_planned_step_reports_the_planned_program():
+    def step(w, x):
+        def loss(w):
+            y = x
+            for _ in range(10):
+                y = jnp.tanh(y @ w)
+            return (y**2).mean()
+
+        return jax.grad(loss)(w)
+
+    args = jnp.eye(128), jnp.ones((1024, 128))
+    plain = jaxmem.analyze(step, *args)
+    fitted = jaxmem.fit(step, budget="4.5MiB", progress=False)
+    planned = fitted.report(*args)
+    assert planned.peak_bytes < plain.peak_bytes
+    assert planned.compiled_bytes == fitted.plan(*args).compiled_bytes
+    assert len(planned.timeline) > len(plain.timeline), "its recomputations are operations too"

@@ -1,0 +1,79 @@
+"""The rounds: few compiles, honest notes, and an error that names a budget that works."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.runtime.rounds import MOST_COMPILES, Planner
+from jaxmem.targets import Target
+from tests.planner.lines import program
+
+W, X = jnp.eye(128), jnp.ones((2048, 128))
+
+
+def step(w, x):
+    def loss(w):
+        y = x
+        for _ in range(12):
+            y = jnp.tanh(y @ w)
+        return (y**2).mean()
+
+    return jax.grad(loss)(w)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(program(step, W, X), Target("cpu"))
+
+
+@pytest.fixture(scope="module")
+def keep_all(planner: Planner) -> int:
+    return planner.keep_all().memory.total_bytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+def test_any_budget_is_kept_or_refused_with_one_that_works(planner, keep_all, share: float):
+    budget = int(share * keep_all)
+    said: list[str] = []
+    try:
+        outcome = planner.fit(budget, said.append)
+    except jaxmem.BudgetInfeasibleError as error:
+        assert error.budget_bytes == budget < error.smallest_bytes
+        outcome = planner.fit(error.smallest_bytes, said.append)
+        assert outcome.plan.compiled_bytes <= error.smallest_bytes
+        return
+    plan = outcome.plan
+    assert plan.compiled_bytes == outcome.compiled.memory.total_bytes <= budget
+    assert len(plan.rounds) <= MOST_COMPILES
+    assert plan.rounds[0].name == "keep-all"
+    assert all(r.fits == (r.compiled_bytes <= budget) for r in plan.rounds)
+    assert plan.predicted_seconds >= plan.keep_all_seconds
+
+
+def test_the_exact_keep_all_bytes_keep_all(planner, keep_all):
+    plan = planner.fit(keep_all, print).plan
+    assert (plan.solver, plan.compiled_bytes, plan.kept) == ("keep-all", keep_all, ())
+
+
+def test_an_infeasible_budget_names_the_smallest_and_what_holds_it(planner, keep_all):
+    with pytest.raises(jaxmem.BudgetInfeasibleError, match=r"test_rounds\.py") as first:
+        planner.fit(int(0.25 * keep_all), lambda message: None)
+    smallest = first.value.smallest_bytes
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as second:
+        planner.fit(int(0.3 * keep_all), lambda message: None)
+    assert second.value.smallest_bytes == smallest, "whatever was asked for"
+    assert planner.fit(smallest, lambda message: None).plan.compiled_bytes <= smallest
+    holders = first.value.holders
+    assert [h.nbytes for h in holders] == sorted((h.nbytes for h in holders), reverse=True)
+    assert {h.kind for h in holders} >= {"argument", "residual"}
+    assert sum(h.nbytes for h in holders) <= 1.1 * smallest
+
+
+def test_an_absent_gpu_is_noted(planner):
+    away = Planner(planner.program, Target("h200"))
+    outcome = away.fit(away.keep_all().memory.total_bytes, lambda message: None)
+    assert not outcome.compiled.runs_here
+    assert any("planned for h200, which is not this machine" in n for n in outcome.plan.notes)

@@ -1,0 +1,170 @@
+"""The README's Python runs as it stands, its commands answer, and its links and names exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import jaxmem
+from jaxmem import cli
+from jaxmem.fit import FittedStep
+from jaxmem.targets import table
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Section(NamedTuple):
+    """The text from one heading to the next and its fenced blocks by language."""
+
+    title: str
+    text: str
+
+    def blocks(self, language: str) -> list[str]:
+        return [body for found, body in FENCE.findall(self.text) if found == language]
+
+
+def sections() -> list[Section]:
+    prose = FENCE.sub(lambda block: re.sub(r"^#", " ", block[0], flags=re.MULTILINE), TEXT)
+    starts = [m.start() for m in re.finditer(r"^#{1,3} ", prose, re.MULTILINE)]
+    texts = [TEXT[a:b] for a, b in zip(starts, [*starts[1:], len(TEXT)], strict=True)]
+    return [Section(text.splitlines()[0].lstrip("# "), text) for text in texts]
+
+
+SECTIONS = {section.title: section for section in sections()}
+WITH_PYTHON = {title for title, section in SECTIONS.items() if section.blocks("python")}
+OWN_TEST = {"jaxmem", "A budget that does not fit", "Command line"}
+
+
+class Net(nn.Module):
+    """Stands for the reader's own model."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(6):
+            x = x + nn.Dense(32)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        return x
+
+
+def readers_own() -> dict[str, Any]:
+    """The names that the first example takes as given: a train state, a batch and a loss."""
+    net, x = Net(), jax.random.normal(jax.random.key(0), (512, 32))
+
+    def loss_fn(params, batch):
+        return ((net.apply({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
+
+    params = net.init(jax.random.key(1), x)["params"]
+    state = TrainState.create(apply_fn=net.apply, params=params, tx=optax.adamw(1e-3))
+    return {"state": state, "batch": {"x": x, "y": jnp.sin(x)}, "loss_fn": loss_fn}
+
+
+def run(title: str, **given: Any) -> dict[str, Any]:
+    """Runs a section's Python blocks in order in one namespace and returns that."""
+    namespace: dict[str, Any] = {"__name__": "readme", **given}
+    for source in SECTIONS[title].blocks("python"):
+        # The reader's net is a small one here.
+        source = source.replace('"20GiB"', '"4MiB"')
+        exec(compile(source, "train.py", "exec"), namespace)
+    return namespace
+
+
+def plans_in(namespace: dict[str, Any]) -> list[jaxmem.Plan]:
+    made = [v for v in namespace.values() if isinstance(v, FittedStep)]
+    outcomes = [outcome.plan for step in made for outcome in step._outcomes.values()]
+    return [*outcomes, *(v for v in namespace.values() if isinstance(v, jaxmem.Plan))]
+
+
+@pytest.mark.parametrize("title", sorted(WITH_PYTHON - OWN_TEST))
+def test_python_runs_and_keeps_its_budget(title: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = run(title)
+    plans = plans_in(namespace)
+    assert plans or isinstance(namespace["report"], jaxmem.MemoryReport)
+    for plan in plans:
+        assert plan.compiled_bytes <= plan.budget_bytes
+        assert plan.solver != "keep-all", "an example whose budget does nothing shows nothing"
+    assert np.isfinite(namespace.get("loss", 0.0))
+
+
+def test_the_first_example_trains_and_equals_the_step_without_jaxmem():
+    given = readers_own()
+    found = run("jaxmem", **given)
+    plain_state, plain_loss = jax.jit(found["train_step"].__wrapped__)(
+        given["state"], given["batch"]
+    )
+    np.testing.assert_allclose(found["loss"], plain_loss, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(found["state"].opt_state),
+        jax.tree.leaves(plain_state.opt_state),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    (plan,) = plans_in(found)
+    assert plan.compiled_bytes <= plan.budget_bytes < plan.keep_all_compiled_bytes
+    assert plan.recomputed()
+
+
+def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
+    section = SECTIONS["Command line"]
+    (source,) = section.blocks("python")
+    (tmp_path / "train.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    commands = re.findall(r"^jaxmem (.*?)(?: +#.*)?$", "".join(section.blocks("sh")), re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"doctor", "analyze", "plan"}
+    for command in commands:
+        monkeypatch.delitem(sys.modules, "train", raising=False)
+        assert cli.main(shlex.split(command)) == cli.FITS, capsys.readouterr().err
+        assert capsys.readouterr().out.strip()
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    assert jaxmem.Plan.load(tmp_path / "plan.json").compiled_bytes > 0
+
+
+def test_the_message_that_is_shown_is_the_one_that_is_printed(capsys):
+    """Sizes differ between compilers, and with them which values are named."""
+    (plan,) = plans_in(run("A budget that does not fit"))
+    (shown,) = SECTIONS["A budget that does not fit"].blocks("text")
+    printed = capsys.readouterr().out
+    assert without_sizes(printed) == without_sizes(shown)
+    assert plan.compiled_bytes <= plan.budget_bytes
+
+
+def without_sizes(text: str) -> list[str]:
+    first, held, *rest = re.sub(r"[0-9.]+[KMG]iB", "SIZE", text).strip().splitlines()
+    assert re.fullmatch(r"  Held there by: (\S+ at train.py:\d+ \(SIZE, \w+\)(, |\.)){3}", held), (
+        held
+    )
+    return [first, *rest]
+
+
+def test_every_name_and_make_target_and_file_exists():
+    for name in re.findall(r"`jaxmem\.([A-Za-z]\w*)", TEXT):
+        assert name in jaxmem.__all__, name
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z]+)", TEXT):
+        assert f"\n{target}:" in makefile, target
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_target_is_listed():
+    listed = SECTIONS["A GPU that you do not have"].text.partition("Targets are")[2]
+    names = re.findall(r"`([a-z0-9-]+)`", listed.partition("counts of them")[0])
+    assert set(names) == set(table.load()["gpus"])
+
+
+def test_every_error_is_listed():
+    errors = {name for name in jaxmem.__all__ if name.endswith("Error")} - {"JaxmemError"}
+    assert set(re.findall(r"^\| `(\w+Error)`", TEXT, re.MULTILINE)) == errors
