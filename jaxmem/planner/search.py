@@ -81,24 +81,29 @@ class Search:
             for candidate in choice.candidates:
                 self.groups.setdefault(candidate.group, []).append((choice.turn, candidate))
         self.pinned: frozenset[str] = frozenset()
-        self._seen: dict[frozenset, Solution] = {}
-        self._bases: list[Solution] | None = None
+        self._simulated: dict[frozenset, Solution] = {}
+        self._bases: dict[frozenset[str], list[Solution]] = {}
+        self._smallest: dict[frozenset[str], list[Solution]] = {}
+        self._tried: set[frozenset] = set()
 
     def pin(self, ops: Iterable[Op]) -> None:
         """Keep the results of ``ops`` from now on: the compiler does so whatever the plan says."""
         self.pinned |= {kept_name(op, value) for op in ops for value in op.outputs}
-        self._seen.clear()
-        self._bases = None
+
+    def unpin(self) -> None:
+        """Forget what was pinned: what is found next depends on nothing that came before."""
+        self.pinned = frozenset()
 
     def evaluate(self, keep: dict[Turn, frozenset[str]]) -> Solution:
         """The schedule of a kept set, simulated."""
         if self.pinned:
             keep = {turn: kept | self.pinned for turn, kept in keep.items()}
         key = frozenset(keep.items())
-        if key not in self._seen:
+        self._tried.add(key)
+        if key not in self._simulated:
             simulation = self.simulator.step(self.scheduler.schedule(keep))
-            self._seen[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
-        return self._seen[key]
+            self._simulated[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
+        return self._simulated[key]
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
@@ -106,19 +111,23 @@ class Search:
 
     def bases(self) -> list[Solution]:
         """Keep the valleys and nothing else, every one of them down to every sixteenth."""
-        if self._bases is None:
-            self._bases = [self.evaluate(keep) for keep in self._base_keeps()]
-            self._bases.sort(key=lambda s: (s.temp_bytes, s.seconds))
-        return self._bases
+        if self.pinned not in self._bases:
+            found = [self.evaluate(keep) for keep in self._base_keeps()]
+            found.sort(key=lambda s: (s.temp_bytes, s.seconds))
+            self._bases[self.pinned] = found
+        return self._bases[self.pinned]
 
     def smallest_first(self) -> list[Solution]:
         """The schedules with the smallest peaks; the same ones whatever was solved before."""
         if not self.choices:
             return []
-        least = self.bases()[0].temp_bytes
-        filled = [self.solve(int(least * near)) for near in _NEAR_SMALLEST]
-        found = {s.key: s for s in (*self.bases()[:2], *filled) if s is not None}
-        return sorted(found.values(), key=lambda s: (s.temp_bytes, s.seconds))
+        if self.pinned not in self._smallest:
+            least = self.bases()[0].temp_bytes
+            filled = [self.solve(int(least * near)) for near in _NEAR_SMALLEST]
+            found = {s.key: s for s in (*self.bases()[:2], *filled) if s is not None}
+            ordered = sorted(found.values(), key=lambda s: (s.temp_bytes, s.seconds))
+            self._smallest[self.pinned] = ordered
+        return self._smallest[self.pinned]
 
     def solve(self, limit_bytes: int) -> Solution | None:
         """The least recomputation within ``limit_bytes`` of temporaries; ``None`` if none fits."""
@@ -129,17 +138,19 @@ class Search:
         fitting = [s for s in self.bases() if s.temp_bytes <= limit_bytes]
         if not fitting:
             return None
-        last = len(self._seen) + max(_FEWEST_TRIALS, _MOST_WORK // len(self.nest.block.ops))
+        # Counted anew for each limit, so that the answer is the same whatever was solved before.
+        self._tried.clear()
+        most = max(_FEWEST_TRIALS, _MOST_WORK // len(self.nest.block.ops))
         starts = sorted(fitting, key=lambda s: (s.seconds, s.temp_bytes))[:2]
         filled = [self._fill(start, limit_bytes) for start in starts]
         filled.append(self._fill(starts[0], limit_bytes, self._by_trial(starts[0])))
         best = min(filled, key=lambda s: (s.seconds, s.temp_bytes))
-        return self._improve(best, limit_bytes, last)
+        return self._improve(best, limit_bytes, most)
 
-    def _improve(self, best: Solution, limit_bytes: int, last: int) -> Solution:
+    def _improve(self, best: Solution, limit_bytes: int, most: int) -> Solution:
         """Drop one group at a time and fill again, as long as that saves time."""
         for members in sorted(self.groups.values(), key=lambda m: -sum(c.nbytes for _, c in m)):
-            if len(self._seen) >= last:
+            if len(self._tried) >= most:
                 break
             held = [(t, c) for t, c in members if c.name in best.keep[t]]
             dropped = self.evaluate(_without(best.keep, held)) if held else best

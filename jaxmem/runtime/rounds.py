@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
@@ -21,10 +21,11 @@ from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
 # As written (twice on a CPU), a trial of compiler options (on a CPU, of the smallest program), at
-# most four searches that do not fit, then the smallest programs, of which there are at most five:
-# so the smallest budget that an error names is always reached.
+# most four searches that do not fit, then at most five of the smallest programs, which are the
+# same whatever the budget is: so the smallest budget that an error names is always reached.
 _MOST_SEARCHES = 6
 _MOST_FAILURES = 4
+_MOST_SMALLEST = 5
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
@@ -37,6 +38,15 @@ class Outcome:
     plan: Plan
     block: Block
     compiled: Compiled
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A schedule that was compiled; ``problem`` says what the compiler undid of it, if anything."""
+
+    solution: Solution
+    compiled: Compiled
+    problem: str
 
 
 @dataclass(eq=False)
@@ -91,6 +101,30 @@ class Planner:
         """The program as written, compiled for the target just as ``jax.jit`` would."""
         return self.compile(None, options={})
 
+    def attempt(self, solution: Solution) -> Attempt:
+        """A solution compiled and checked; what the compiler undid is kept from now on."""
+        compiled = self.compile(solution)
+        if not self.check:
+            return Attempt(solution, compiled, "")
+        merged = verify.undone(self.block(solution), compiled.hlo_text())
+        if not merged:
+            return Attempt(solution, compiled, "")
+        self.search.pin(merged)
+        problem = f"the compiler merged {len(merged)} recomputed operations with the originals"
+        return Attempt(solution, compiled, problem)
+
+    def smallest(self) -> Iterator[Attempt]:
+        """The smallest programs; the same ones in the same order whatever was planned before."""
+        self.search.unpin()
+        tried: set[frozenset] = set()
+        for _ in range(_MOST_SMALLEST):
+            fresh = (s for s in self.search.smallest_first() if s.key not in tried)
+            solution = next(fresh, None)
+            if solution is None:
+                return
+            tried.add(solution.key)
+            yield self.attempt(solution)
+
     def follow(self, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
         """The program of a plan made before, compiled and checked again.
 
@@ -112,7 +146,6 @@ class Planner:
 
         Raises:
             BudgetInfeasibleError: none was found.
-            VerificationError: the compiler undoes every recomputation that would fit.
         """
         return _Rounds(self, budget_bytes, report).run()
 
@@ -140,7 +173,7 @@ class _Rounds:
         if not self.fitting:
             self._smallest_first()
         if not self.fitting:
-            raise self._infeasible()
+            raise self._error("")
         solution, compiled, predicted = min(
             self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes)
         )
@@ -169,7 +202,8 @@ class _Rounds:
         if solution is None:
             compiled = self._plain_within_budget()
         else:
-            compiled = self._attempt("as planned", solution, solution.temp_bytes)
+            self._announce(solution)
+            compiled = self._record("as planned", solution.temp_bytes, self.planner.attempt(solution))
         last = self.rounds[-1]
         if not last.fits or last.problem:
             raise VerificationError(
@@ -190,7 +224,8 @@ class _Rounds:
             hopeless = attempt >= _MOST_FAILURES and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
-            compiled = self._attempt("search", solution, limit)
+            self._announce(solution)
+            compiled = self._record("search", limit, self.planner.attempt(solution))
             room = self.budget - self.fixed
             used = compiled.memory.temp_bytes
             if compiled.memory.total_bytes <= self.budget:
@@ -204,36 +239,32 @@ class _Rounds:
 
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
-        for solution in self.search.smallest_first():
-            if self.fitting or len(self.rounds) >= MOST_COMPILES:
+        self.report("compiling the smallest programs")
+        for attempt in self.planner.smallest():
+            self._record("smallest", attempt.solution.temp_bytes, attempt)
+            if self.fitting:
                 return
-            self._attempt("smallest", solution, solution.temp_bytes)
 
-    def _attempt(self, name: str, solution: Solution, limit: int) -> Compiled:
-        predicted = self.fixed + int(solution.temp_bytes * self.scale)
+    def _announce(self, solution: Solution) -> None:
         self.report(
             f"compile {len(self.rounds) + 1} of at most {MOST_COMPILES}: "
-            f"{format_bytes(predicted)} predicted, {format_bytes(self.budget)} allowed"
+            f"{format_bytes(self._predicted(solution))} predicted, "
+            f"{format_bytes(self.budget)} allowed"
         )
-        compiled = self.planner.compile(solution)
-        problem = self._problem(solution, compiled)
-        self._note(name, self.fixed + limit, predicted, compiled, problem)
+
+    def _predicted(self, solution: Solution) -> int:
+        return self.fixed + int(solution.temp_bytes * self.scale)
+
+    def _record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
+        solution, compiled = attempt.solution, attempt.compiled
+        predicted = self._predicted(solution)
+        self._note(name, self.fixed + limit, predicted, compiled, attempt.problem)
         self.tried.add(solution.key)
         if solution.temp_bytes:
             self.scale = compiled.memory.temp_bytes / solution.temp_bytes
-        if compiled.memory.total_bytes <= self.budget and not problem:
+        if compiled.memory.total_bytes <= self.budget and not attempt.problem:
             self.fitting.append((solution, compiled, predicted))
         return compiled
-
-    def _problem(self, solution: Solution, compiled: Compiled) -> str:
-        """Whether the compiler undid a recomputation; what it undid is kept from now on."""
-        if not self.planner.check:
-            return ""
-        merged = verify.undone(self.planner.block(solution), compiled.hlo_text())
-        if not merged:
-            return ""
-        self.search.pin(merged)
-        return f"the compiler merged {len(merged)} recomputed operations with the originals"
 
     def _note(
         self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""
@@ -281,28 +312,25 @@ class _Rounds:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""
         return self._error(f"its arguments and results alone are {format_bytes(self.fixed)}")
 
-    def _infeasible(self) -> Exception:
-        problems = [r.problem for r in self.rounds if r.fits and r.problem]
-        if problems:
-            return VerificationError(
-                f"{self.planner.program.name}: the compiler undoes the recomputations that would "
-                f"fit {format_bytes(self.budget)} on {self.planner.target.name}: {problems[-1]}. "
-                "Pass verify=False to plan without this check."
-            )
-        return self._error("")
-
     def _error(self, reason: str) -> BudgetInfeasibleError:
-        """Names the smallest program; it is the same one whatever the budget was."""
+        """Names the smallest program that keeps its plan: a budget of its bytes leads to it."""
         planner = self.planner
-        candidates: list[Solution | None] = [None, *self.search.smallest_first()]
-        sizes = [planner.compile(c).memory.total_bytes for c in candidates]
-        plain = [
-            planner.keep_all(),
-            planner.compile(None, options=memory_schedules(planner.target)[-1]),
-        ]
-        sizes[0] = min(c.memory.total_bytes for c in plain)
-        smallest = min(sizes)
-        block = planner.block(candidates[sizes.index(smallest)])
+        self.report("compiling the smallest programs, to name a budget that works")
+        options = ({}, memory_schedules(planner.target)[-1])
+        plain = [planner.compile(None, options=o).memory.total_bytes for o in options]
+        found: list[tuple[int, Solution | None]] = [(min(plain), None)]
+        undone: list[tuple[int, str]] = []
+        for attempt in planner.smallest():
+            total = attempt.compiled.memory.total_bytes
+            if attempt.problem:
+                undone.append((total, attempt.problem))
+            else:
+                found.append((total, attempt.solution))
+        smallest, solution = min(found, key=lambda f: f[0])
+        for total, problem in undone:
+            if total < smallest and not reason:
+                reason = f"{format_bytes(total)} would be possible, but {problem}"
+        block = planner.block(solution)
         simulation = self.search.simulator.step(block)
         holders = describe.holders(planner.program, self.search.nest, block, simulation)
         message = describe.infeasible(
