@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxmem.program.fusion import repeated_numbers
 from jaxmem.program.ir import Atom, Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
@@ -30,6 +31,7 @@ class Facts:
         droppable: name, value and position of everything that may be made again.
         needed_until: the last operation that reads each value, itself or through what is fused
             with it.
+        numbers: values that the compiler knows; nothing is gained by making them again.
     """
 
     block: Block
@@ -37,20 +39,23 @@ class Facts:
     made: dict[Value, int]
     droppable: tuple[tuple[str, Value, int], ...]
     needed_until: dict[Value, int]
+    numbers: set[Value]
 
     @classmethod
     def of(cls, block: Block, ops: Sequence[Op], repeatable: Callable[[Op], bool]) -> Facts:
         """The facts of ``ops``, which stand for the operations of ``block``."""
         returned = {v for v in block.outputs if isinstance(v, Value)}
+        numbers = repeated_numbers(ops)
+        fixed = returned | numbers
         droppable = tuple(
             (kept_name(op, value), value, index)
             for index, op in enumerate(ops)
             if repeatable(op.origin)
             for value in op.outputs
-            if value not in returned
+            if value not in fixed
         )
         made = {value: index for index, op in enumerate(ops) for value in op.outputs}
-        return cls(block, tuple(ops), made, droppable, _needed_until(ops, returned))
+        return cls(block, tuple(ops), made, droppable, _needed_until(ops, returned), numbers)
 
 
 class Level:
@@ -174,7 +179,7 @@ class Level:
                     continue
                 now = self._now(value, index)
                 own.append(now)
-                if now is value and now not in self.inputs:
+                if now is value and now not in self.inputs and now not in self.facts.numbers:
                     held[now] = None
                 safe = safe or now in held or now in self.behind
             if not safe:

@@ -7,7 +7,7 @@ of traced residuals are 17 GiB for XLA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxmem.program.ir import Atom, Op, Value
@@ -18,6 +18,7 @@ _MOST_ROOTS = 8
 # Several readers share one buffer instead of each recomputing it when reading its roots again
 # would move clearly more bytes than reading the buffer (the residual stream of a transformer).
 _SHARING_RATIO = 1.5
+_BROADCASTS = frozenset(["broadcast_in_dim", "full"])
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _demand(
     """Values that something unfusable reads, and how many operations read each value."""
     demanded = {value for value in outputs if isinstance(value, Value)}
     readers: dict[Value, int] = {}
+    constants = repeated_numbers(ops)
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
         if kind is Kind.ALIAS and not op.barrier:
             value, result = op.inputs[0], op.outputs[0]
@@ -86,9 +88,38 @@ def _demand(
                     demanded.add(value)
                 readers[value] = readers.get(value, 0) + readers.get(result, 0)
             continue
-        unfusable = kind is Kind.OPAQUE or op.barrier
         for value in op.values:
             readers[value] = readers.get(value, 0) + 1
-            if unfusable:
-                demanded.add(value)
+        if kind is Kind.OPAQUE or op.barrier:
+            demanded.update(_written_out(op, constants))
     return demanded, readers
+
+
+def repeated_numbers(ops: Sequence[Op]) -> set[Value]:
+    """Values that are one number, known when the program is compiled, once or many times over.
+
+    XLA computes the number itself and writes the repetition wherever it is read.
+    """
+    found: set[Value] = set()
+    for op in ops:
+        if op.barrier or not all(v in found for v in op.values):
+            continue
+        scalar = kind_of(op) in (Kind.ALIAS, Kind.FUSED) and not op.name.startswith("random_")
+        for value in op.outputs:
+            if op.name in _BROADCASTS or (scalar and getattr(value.aval, "shape", None) == ()):
+                found.add(value)
+    return found
+
+
+def _written_out(op: Op, constants: set[Value]) -> Iterable[Value]:
+    """The operands that ``op`` reads from memory.
+
+    A number that a loop is given many times over is sunk into its body (XLA's constant sinking):
+    the zeros and -inf of a causal mask, two times 4 GiB in a GPT of 2,048 tokens, do not exist.
+    """
+    if op.loop is None or not constants:
+        return op.values
+    given = op.inputs[: op.loop.num_consts]
+    sunk = {v for v in given if isinstance(v, Value) and v in constants}
+    sunk -= {v for v in op.inputs[op.loop.num_consts :] if isinstance(v, Value)}
+    return [v for v in op.values if v not in sunk]

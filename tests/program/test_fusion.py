@@ -45,7 +45,23 @@ def buffers(function, *args) -> list[str]:
     return [op.name for op in block.ops if any(fusion.is_buffer(v) for v in op.outputs)]
 
 
+def loop(x, given):
+    return lax.scan(lambda carry, _: (jnp.where(carry > 0, carry, given), None), x, length=3)[0]
+
+
 RULES = {
+    "a repeated number is sunk into a loop": (
+        lambda x: loop(x, jnp.full((64, 64), jnp.int32(3).astype(jnp.float32))),
+        ["scan"],
+    ),
+    "other values are given to a loop": (
+        lambda x: loop(x, lax.broadcasted_iota(jnp.float32, (64, 64), 0)),
+        ["iota", "scan"],
+    ),
+    "a loop's first carry is a buffer": (
+        lambda x: loop(jnp.full((64, 64), 2.0), 1.0) + x,
+        ["broadcast_in_dim", "scan", "add"],
+    ),
     "a chain ends in its result": (lambda x: jnp.sin(jnp.cos(x)) + 1, ["add"]),
     "a product reads and makes buffers": (lambda x: jnp.sin(x) @ x, ["sin", "dot_general"]),
     "views have no bytes": (lambda x: (x @ x).T.reshape(-1), ["dot_general"]),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.runtime import verify
 from jaxmem.runtime.rounds import MOST_COMPILES, Planner
 from jaxmem.targets import Target
 from tests.planner.lines import program
@@ -70,6 +71,28 @@ def test_an_infeasible_budget_names_the_smallest_and_what_holds_it(planner, keep
     assert [h.nbytes for h in holders] == sorted((h.nbytes for h in holders), reverse=True)
     assert {h.kind for h in holders} >= {"argument", "residual"}
     assert sum(h.nbytes for h in holders) <= 1.1 * smallest
+
+
+def test_what_the_compiler_undoes_does_not_change_the_smallest(monkeypatch):
+    """A fresh planner, pinned by other searches before, reaches the budget that an error named."""
+    real, undone = verify.undone, []
+
+    def sometimes(block, text):
+        products = [op.origin for op in block.ops if op.recompute and op.name == "dot_general"]
+        merged = real(block, text) or (products[-1:] if len(block.ops) % 2 else [])
+        undone.extend(merged)
+        return merged
+
+    monkeypatch.setattr(verify, "undone", sometimes)
+    first = Planner(program(step, W, X), Target("cpu"))
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
+        first.fit(W.nbytes + 2 * X.nbytes, lambda message: None)
+    assert undone, "nothing was pinned"
+    smallest = caught.value.smallest_bytes
+    second = Planner(first.program, Target("cpu"))
+    outcome = second.fit(smallest, lambda message: None)
+    assert outcome.plan.compiled_bytes <= smallest
+    assert len(outcome.plan.rounds) <= MOST_COMPILES
 
 
 def test_an_absent_gpu_is_noted(planner):
