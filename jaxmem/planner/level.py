@@ -10,6 +10,9 @@ from jaxmem.program.fusion import repeated_numbers
 from jaxmem.program.ir import Atom, Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
+# Late buffers that are looked at for the youngest one.
+_MOST_YOUNG = 16
+
 Turns = Sequence[tuple[int, frozenset[str] | None]]
 """Positions of turns and the names kept across each; ``None`` marks a place and drops nothing."""
 
@@ -31,7 +34,10 @@ class Facts:
         droppable: name, value and position of everything that may be made again.
         needed_until: the last operation that reads each value, itself or through what is fused
             with it.
+        read_until: the last operation that reads each value itself.
+        depth: how many operations must run one after the other to have each value.
         numbers: values that the compiler knows; nothing is gained by making them again.
+        droppable_values: the values in ``droppable``.
     """
 
     block: Block
@@ -39,7 +45,10 @@ class Facts:
     made: dict[Value, int]
     droppable: tuple[tuple[str, Value, int], ...]
     needed_until: dict[Value, int]
+    read_until: dict[Value, int]
+    depth: dict[Value, int]
     numbers: set[Value]
+    droppable_values: frozenset[Value]
 
     @classmethod
     def of(cls, block: Block, ops: Sequence[Op], repeatable: Callable[[Op], bool]) -> Facts:
@@ -55,23 +64,35 @@ class Facts:
             if value not in fixed
         )
         made = {value: index for index, op in enumerate(ops) for value in op.outputs}
-        return cls(block, tuple(ops), made, droppable, _needed_until(ops, returned), numbers)
+        return cls(
+            block=block,
+            ops=tuple(ops),
+            made=made,
+            droppable=droppable,
+            needed_until=_needed_until(ops, returned),
+            read_until={v: index for index, op in enumerate(ops) for v in op.values}
+            | dict.fromkeys(returned, len(ops)),
+            depth=_depth(ops, numbers),
+            numbers=numbers,
+            droppable_values=frozenset(v for _, v, _ in droppable),
+        )
 
 
 class Level:
     """Writes out one line; loops inside it are already written out."""
 
-    def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, ordered: bool):
+    def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, host: bool):
         self.facts, self.ops, self.made = facts, facts.ops, facts.made
-        self.turns, self.barriers, self.ordered = turns, barriers, ordered
+        self.turns, self.barriers, self.host = turns, barriers, host
         self.drops = self._drops()
         self.again: dict[tuple[Value, int], Value] = {}
         self.inputs = frozenset(facts.block.inputs)
         self.numbers = itertools.count(1)
         self.behind: set[Value] = set()
         self.emitted: list[Op] = []
-        self.latest: Value | None = None
+        self.young: list[Value] = []
         self.pending: list[Value] = []
+        self.late: dict[Value, Value] = {}
 
     def _drops(self) -> dict[Value, tuple[int, ...]]:
         """For each value that is dropped at all, the turns across which it is not kept."""
@@ -97,18 +118,24 @@ class Level:
 
     def _emit_late(self, index: int, op: Op) -> None:
         drops = self.drops
-        touched = [v for v in op.values if v in drops]
-        if touched:
-            missing = [v for v in touched if self._missing(v, index)]
-            if missing:
-                self._rebuild(missing, index, op)
-            inputs = tuple(self._now(v, index) if isinstance(v, Value) else v for v in op.inputs)
+        missing = [v for v in op.values if v in drops and self._missing(v, index)]
+        if missing:
+            self._rebuild(missing, index, op)
+        if self.barriers:
+            self._hold_back(index, op)
+        inputs = tuple([self._now(v, index) if isinstance(v, Value) else v for v in op.inputs])
+        if inputs != tuple(op.inputs):
             op = Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)
         self.emitted.append(op)
-        if op.outputs:
-            self.latest = op.outputs[0]
-        if self.barriers and self.ordered and kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
-            self.pending.extend(v for v in op.outputs if v not in drops)
+        if self.barriers:
+            self._note(op)
+
+    def _note(self, op: Op) -> None:
+        """Remember the results of a late operation that barriers may wait for."""
+        made = [v for v in op.outputs if v not in self.drops]
+        self.pending.extend(made)
+        if kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
+            self.young.extend(made)
 
     def _age(self, value: Value, index: int) -> int:
         """How many turns ``value`` was dropped at before position ``index``."""
@@ -122,7 +149,29 @@ class Level:
     def _now(self, value: Value, index: int) -> Value:
         """What stands for ``value`` at position ``index``: itself or its latest copy."""
         age = self._age(value, index)
-        return self.again[value, age] if age else value
+        now = self.again[value, age] if age else value
+        return self.late.get(now, now)
+
+    def _hold_back(self, index: int, use: Op) -> None:
+        """Put what was kept behind a barrier before a late operation first reads it as it is.
+
+        Otherwise what XLA makes of it twice, such as the padding that a convolution needs in both
+        passes, is made once and stays alive from the first time to the second.
+        """
+        droppable = self.facts.droppable_values
+        turn = self._turn(index)
+        kept = [
+            v
+            for v in use.values
+            if v in droppable
+            and self.made[v] < turn
+            and v not in self.late
+            and not self._age(v, index)
+        ]
+        if kept:
+            waited = self._trigger(index, use)
+            behind = self._barrier(use, kept, waited, "jaxmem.late")
+            self.late.update((v, behind[v]) for v in kept)
 
     def _rebuild(self, missing: Sequence[Value], index: int, use: Op) -> None:
         positions = self._positions(missing, index)
@@ -179,7 +228,8 @@ class Level:
                     continue
                 now = self._now(value, index)
                 own.append(now)
-                if now is value and now not in self.inputs and now not in self.facts.numbers:
+                kept = now is value or now is self.late.get(value)
+                if kept and now not in self.inputs and value not in self.facts.numbers:
                     held[now] = None
                 safe = safe or now in held or now in self.behind
             if not safe:
@@ -189,33 +239,80 @@ class Level:
                 protected.update(op.outputs)
         if not held:
             return {}
-        trigger = self._trigger(index, use)
-        waited = dict.fromkeys([trigger] if trigger is not None else [])
-        if self.ordered:
-            waited.update(dict.fromkeys(self._finished(index)))
-        operands = [*held, *(v for v in waited if v not in held)]
+        waited = dict.fromkeys(self._finished(index))
+        if self.host or not waited:
+            waited.update(dict.fromkeys(self._trigger(index, use)))
+        behind = self._barrier(use, list(held), list(waited), tag)
+        return {v: behind[v] for v in held}
+
+    def _barrier(
+        self, use: Op, held: Sequence[Value], waited: Sequence[Value], tag: str
+    ) -> dict[Value, Value]:
+        """Emit a barrier; what it holds, and what it waits for, by what stands for them now.
+
+        Whatever reads a value that was waited for reads the barrier's result from now on: XLA
+        drops operands of a barrier whose results nobody reads, and with them the order.
+        """
+        operands = list(dict.fromkeys([*held, *(self.late.get(v, v) for v in waited)]))
         results = [v.like() for v in operands]
+        behind = dict(zip(operands, results, strict=True))
         self.behind.update(results)
         self.emitted.append(Op(use.eqn, operands, results, None, tag, barrier=True))
-        return dict(zip(held, results, strict=False))
+        for value in waited:
+            self.late[value] = behind[self.late.get(value, value)]
+        return behind
 
     def _finished(self, index: int) -> list[Value]:
-        """Late results that are needed again only after this recomputation, such as gradients.
+        """What was made since the last barrier and is read again only after this recomputation.
 
-        Left alone, XLA:CPU puts off making them, and what they are made from stays alive: every
-        weight gradient of an MLP was computed at the very end of the step. The barrier waits for
-        them, so that the order of the schedule is the order that is run.
+        Left alone, XLA puts off making it, and what it is made from stays alive: every weight
+        gradient of an MLP was computed at the very end of the step, and the gradient of a U-Net's
+        skip connection was cut out of three times its bytes only there. The barrier waits for it,
+        so that the order of the schedule is the order that is run.
         """
-        until = self.facts.needed_until
-        finished = [v for v in self.pending if until.get(v, -1) >= index]
-        self.pending = []
-        return finished
+        waiting, self.pending = self.pending, []
+        return [v for v in waiting if self._settled(v, index)]
 
-    def _trigger(self, index: int, use: Op) -> Value | None:
-        """The value whose birth lets the recomputation start: the youngest late operand."""
-        turn = max(t for t, _ in self.turns if t <= index)
-        late = [v for v in use.values if self.made.get(v, -1) >= turn]
-        return max(late, key=lambda v: self.made[v]) if late else self.latest
+    def _settled(self, value: Value, index: int) -> bool:
+        """Whether ``value`` is a buffer, or takes the place of buffers that are done with.
+
+        XLA:CPU makes more of element-wise results that it need not settle (conv net: 24 MiB, and
+        16 without them); XLA:GPU makes less (15 MiB, and 12 with them).
+        """
+        op, facts = self.ops[self.made[value]], self.facts
+        if kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
+            return facts.needed_until.get(value, -1) >= index
+        if self.host or value in facts.numbers or facts.read_until.get(value, -1) < index:
+            return False
+        turn = self._turn(index)
+        late = [v for v in op.values if self.made.get(v, -1) >= turn]
+        done_with = all(facts.read_until[v] < index for v in late)
+        return done_with and sum([v.nbytes for v in late]) >= value.nbytes
+
+    def _turn(self, index: int) -> int:
+        return max(t for t, _ in self.turns if t <= index)
+
+    def _trigger(self, index: int, use: Op) -> list[Value]:
+        """A late value that ``use``, or an operation after it, reads: the recomputation waits for it.
+
+        The youngest buffer if there is one, for a value that is fused with its readers would have
+        to be written out; otherwise the youngest late operand.
+        """
+        read_until, depth = self.facts.read_until, self.facts.depth
+        self.young = [v for v in self.young if read_until.get(v, -1) >= index][-_MOST_YOUNG:]
+        late = self.young or [v for v in use.values if self.made.get(v, -1) >= self._turn(index)]
+        youngest = max(late, key=lambda v: (depth[v], self.made[v]), default=None)
+        return [] if youngest is None else [youngest]
+
+
+def _depth(ops: Sequence[Op], numbers: set[Value]) -> dict[Value, int]:
+    """The longest way from what is given to each value, in operations."""
+    depth: dict[Value, int] = dict.fromkeys(numbers, 0)
+    for op in ops:
+        steps = 1 + max([depth.get(v, 0) for v in op.values], default=-1)
+        for value in op.outputs:
+            depth.setdefault(value, steps)
+    return depth
 
 
 def _needed_until(ops: Sequence[Op], returned: set[Value]) -> dict[Value, int]:

@@ -32,12 +32,11 @@ class Scheduler:
 
     Attributes:
         nest: the program.
-        ordered: let every barrier wait for all results that are finished before it. XLA:CPU
-            needs that; XLA:GPU finds a slightly better order by itself.
+        host: written out for XLA:CPU, which orders operations differently from XLA:GPU.
     """
 
     nest: Nest
-    ordered: bool = False
+    host: bool = False
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class Scheduler:
         facts = self._facts.get(block.path)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
             facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable)
-        return Level(facts, turns, barriers=barriers, ordered=self.ordered).run()
+        return Level(facts, turns, barriers=barriers, host=self.host).run()
 
     def _with_loops(self, nest: Nest, keep: Keep) -> list[Op]:
         ops = list(nest.block.ops)

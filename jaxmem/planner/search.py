@@ -69,11 +69,11 @@ class Solution:
 class Search:
     """Searches one program; what it has simulated it remembers across limits."""
 
-    def __init__(self, program: Program, rates: Rates, *, ordered: bool = False):
+    def __init__(self, program: Program, rates: Rates, *, host: bool = False):
         self.program = program
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
-        self.scheduler = Scheduler(self.nest, ordered)
+        self.scheduler = Scheduler(self.nest, host)
         self.keep_all = self.simulator.step(program.block)
         self.choices: tuple[TurnChoices, ...] = choices(self.nest, self.simulator)
         self.groups: dict[str, list[tuple[Turn, Candidate]]] = {}

@@ -62,8 +62,7 @@ class Planner:
 
     def __post_init__(self):
         rates = Rates(dict(self.target.flops), self.target.hbm_bytes_per_second)
-        ordered = self.target.platform == "cpu"
-        self.search = Search(self.program, rates, ordered=ordered)
+        self.search = Search(self.program, rates, host=self.target.platform == "cpu")
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
     def block(self, solution: Solution | None) -> Block:

@@ -74,9 +74,9 @@ def program(step: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) 
     return caller.trace(caller.take(args, {})).program
 
 
-def search(step: Callable[..., Any], *args: Any, ordered: bool = False) -> Search:
+def search(step: Callable[..., Any], *args: Any, host: bool = False) -> Search:
     """The search over a step, with rates that are the same on every machine."""
-    return Search(program(step, *args), RATES, ordered=ordered)
+    return Search(program(step, *args), RATES, host=host)
 
 
 def random_keep(search: Search, seed: int) -> dict[Turn, frozenset[str]]:

@@ -66,14 +66,14 @@ def expressions(block: Block) -> tuple[list, list]:
 
 @given(lines(), st.data(), st.booleans())
 @settings(max_examples=200)
-def test_a_schedule_computes_what_the_line_computes(line: Line, data, ordered: bool):
+def test_a_schedule_computes_what_the_line_computes(line: Line, data, host: bool):
     turns = data.draw(st.lists(st.integers(1, len(line.block.ops)), min_size=1, max_size=2))
     names = [str(v.key) for op in line.block.ops for v in op.outputs]
     keep = {
         ("", turn): frozenset(data.draw(st.lists(st.sampled_from(names), unique=True)))
         for turn in turns
     }
-    written = Scheduler(line.nest, ordered).schedule(keep)
+    written = Scheduler(line.nest, host).schedule(keep)
     outputs, computed = expressions(line.block)
     again_outputs, again = expressions(written)
     assert again_outputs == outputs
@@ -83,9 +83,9 @@ def test_a_schedule_computes_what_the_line_computes(line: Line, data, ordered: b
 
 
 @given(lines(), st.data(), st.booleans())
-def test_what_is_dropped_is_made_again_and_what_is_kept_is_not(line: Line, data, ordered: bool):
+def test_what_is_dropped_is_made_again_and_what_is_kept_is_not(line: Line, data, host: bool):
     kept = frozenset(data.draw(st.lists(st.sampled_from(line.keys), unique=True)))
-    written = Scheduler(line.nest, ordered).schedule({("", line.turn): kept})
+    written = Scheduler(line.nest, host).schedule({("", line.turn): kept})
     check_dropped(line.block, written, line.turn, kept)
 
 
@@ -189,9 +189,9 @@ def straight(block: Block) -> Iterator[Block]:
 
 
 @given(lines(), st.data(), st.booleans())
-def test_every_copy_of_a_line_stands_on_a_barrier(line: Line, data, ordered: bool):
+def test_every_copy_of_a_line_stands_on_a_barrier(line: Line, data, host: bool):
     kept = frozenset(data.draw(st.lists(st.sampled_from(line.keys), unique=True)))
-    assert not unprotected(Scheduler(line.nest, ordered).schedule({("", line.turn): kept}))
+    assert not unprotected(Scheduler(line.nest, host).schedule({("", line.turn): kept}))
 
 
 @pytest.mark.parametrize("name", NAMES)

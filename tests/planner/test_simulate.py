@@ -76,9 +76,9 @@ def test_in_a_loop_body_the_results_are_temporary_too(line: Line):
 
 @given(lines(), st.data(), st.booleans())
 @settings(max_examples=200)
-def test_written_out_recomputations_are_counted_exactly(line: Line, data, ordered: bool):
+def test_written_out_recomputations_are_counted_exactly(line: Line, data, host: bool):
     kept = frozenset(data.draw(st.lists(st.sampled_from(line.keys), unique=True)))
-    block = Scheduler(line.nest, ordered).schedule({("", line.turn): kept})
+    block = Scheduler(line.nest, host).schedule({("", line.turn): kept})
     simulation = Simulator(RATES).step(block)
     assert list(simulation.timeline) == interpreted(block, outputs_are_temporary=False)
 

@@ -37,7 +37,7 @@ def rewritten():
         return jax.value_and_grad(loss)(w)
 
     args = jnp.eye(64), jnp.ones((256, 64))
-    found = search(step, *args, ordered=True)
+    found = search(step, *args, host=True)
     keep = {choice.turn: frozenset() for choice in found.choices}
     return found.scheduler.schedule(keep), args
 
