@@ -29,6 +29,8 @@ class Facts:
 
     Attributes:
         block: the line as traced: path, inputs, outputs.
+        carried: for the joint iteration of a scan pair, how many outputs the forward scan hands to
+            its next iteration: the early part gives them away before the late part starts.
         ops: its operations; loops inside are already written out.
         made: the position at which each value is made.
         droppable: name, value and position of everything that may be made again.
@@ -41,6 +43,7 @@ class Facts:
     """
 
     block: Block
+    carried: int
     ops: tuple[Op, ...]
     made: dict[Value, int]
     droppable: tuple[tuple[str, Value, int], ...]
@@ -51,9 +54,11 @@ class Facts:
     droppable_values: frozenset[Value]
 
     @classmethod
-    def of(cls, block: Block, ops: Sequence[Op], repeatable: Callable[[Op], bool]) -> Facts:
+    def of(
+        cls, block: Block, ops: Sequence[Op], repeatable: Callable[[Op], bool], carried: int = 0
+    ) -> Facts:
         """The facts of ``ops``, which stand for the operations of ``block``."""
-        returned = {v for v in block.outputs if isinstance(v, Value)}
+        returned = {v for v in block.outputs[carried:] if isinstance(v, Value)}
         numbers = repeated_numbers(ops)
         fixed = returned | numbers
         droppable = tuple(
@@ -66,6 +71,7 @@ class Facts:
         made = {value: index for index, op in enumerate(ops) for value in op.outputs}
         return cls(
             block=block,
+            carried=carried,
             ops=tuple(ops),
             made=made,
             droppable=droppable,
@@ -113,7 +119,11 @@ class Level:
         for index in range(first_turn, end):
             self._emit_late(index, self.ops[index])
         block = self.facts.block
-        outputs = tuple(self._now(v, end) if isinstance(v, Value) else v for v in block.outputs)
+        carried = block.outputs[: self.facts.carried]
+        rest = [
+            self._now(v, end) if isinstance(v, Value) else v for v in block.outputs[len(carried) :]
+        ]
+        outputs = (*carried, *rest)
         return Block(block.path, block.inputs, tuple(self.emitted), outputs), first_turn
 
     def _emit_late(self, index: int, op: Op) -> None:

@@ -72,12 +72,12 @@ class Scheduler:
         return self._memo[memo_key]  # type: ignore[return-value]
 
     def _level(
-        self, block: Block, ops: Sequence[Op], turns: Turns, *, barriers: bool
+        self, block: Block, ops: Sequence[Op], turns: Turns, *, barriers: bool, carried: int = 0
     ) -> tuple[Block, int]:
         """One line written out; what is known about the same operations is used again."""
         facts = self._facts.get(block.path)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
-            facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable)
+            facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable, carried)
         return Level(facts, turns, barriers=barriers, host=self.host).run()
 
     def _with_loops(self, nest: Nest, keep: Keep) -> list[Op]:
@@ -101,7 +101,11 @@ class Scheduler:
         """The two scans of a pair, with what is not kept made again in the backward body."""
         ops = self._with_loops(inner, keep)
         turns = _turns(inner.block, keep) or [(pair.cut, None)]
-        joint, cut = self._level(inner.block, ops, turns, barriers=False)
+        forward = nest.block.ops[pair.forward].loop
+        assert forward is not None
+        joint, cut = self._level(
+            inner.block, ops, turns, barriers=False, carried=forward.num_carry
+        )
         return split_pair(nest.block, pair, joint, cut)
 
 
