@@ -17,7 +17,6 @@ import json
 import os
 import pkgutil
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jaxmem
-from jaxmem.errors import BudgetInfeasibleError, EntryPointError, JaxmemError
+from jaxmem.errors import BudgetInfeasibleError, EntryPointError, JaxmemError, is_library
 
 FITS, FAILED, DOES_NOT_FIT, WRONG_USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 64, 130, 141
 
@@ -386,14 +385,8 @@ def _users_line(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename).is_relative_to(Path(__file__).parent):
             below = []
-        elif not _is_library(frame.filename):
+        elif not is_library(frame.filename):
             below.append(frame)
     if not below:
         return ""
     return f"\n  {below[-1].filename}:{below[-1].lineno} ({below[-1].name}): {below[-1].line}"
-
-
-def _is_library(filename: str) -> bool:
-    parts = Path(filename).parts
-    installed = "site-packages" in parts or "dist-packages" in parts
-    return installed or filename[:1] == "<" or filename.startswith(sysconfig.get_path("stdlib"))

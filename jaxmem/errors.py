@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class JaxmemError(Exception):
@@ -20,7 +22,7 @@ class Holder:
     Attributes:
         name: argument path, checkpoint name or ``primitive at file:line``.
         nbytes: bytes it holds on each device.
-        kind: ``"argument"``, ``"output"``, ``"residual"`` or ``"temporary"``.
+        kind: ``"argument"``, ``"constant"``, ``"output"``, ``"residual"`` or ``"temporary"``.
     """
 
     name: str
@@ -89,3 +91,15 @@ class VerificationError(JaxmemError):
 
 class EntryPointError(JaxmemError, ValueError):
     """``module:function`` on the command line does not name what jaxmem needs."""
+
+
+def is_library(filename: str) -> bool:
+    """Whether a frame of a traceback is in an installed library or in jaxmem, not the user's own.
+
+    >>> is_library(__file__), is_library("/home/someone/jax/train.py")
+    (True, False)
+    """
+    path = Path(filename)
+    installed = "site-packages" in path.parts or "dist-packages" in path.parts
+    standard = filename[:1] == "<" or path.is_relative_to(sysconfig.get_path("stdlib"))
+    return installed or standard or path.is_relative_to(Path(__file__).parent)

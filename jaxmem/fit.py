@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, overload
 
@@ -42,17 +41,34 @@ class FittedStep:
         progress: bool | Report | None,
         plan: Plan | None = None,
     ):
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
+        if verify not in (True, False, "full"):
+            raise ArgumentError(f'verify is {verify!r}: it takes True, False or "full".')
+        if not (plan is None or isinstance(plan, Plan)):
+            raise ArgumentError(
+                f"plan is a {type(plan).__name__}: it takes a jaxmem.Plan, such as "
+                'Plan.load("plan.json").'
+            )
+        if isinstance(fun, FittedStep):
+            raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
+        self._written = fun
         self._caller = Caller(fun, donate_argnums, static_argnums)
         self._budget, self._wanted_target = budget, target
         self._verify, self._progress, self._given = verify, progress, plan
         check_budget(budget)
+        if target is not None:
+            Target.resolve(target)
         self._traced: dict[Hashable, Traced] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._steps: dict[Hashable, Step] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; the first call for new shapes plans and compiles it."""
+        """Run the step; the first call for new shapes plans and compiles it.
+
+        Under ``jax.disable_jit()`` the step runs as written, as it does under ``jax.jit``.
+        """
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._written(*args, **kwargs)
         with nnx.context((args, kwargs)):
             call = self._caller.take(args, kwargs)
             step = self._steps.get(call.key)
@@ -67,7 +83,7 @@ class FittedStep:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else BoundStep(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s. Runs nothing."""
@@ -82,9 +98,12 @@ class FittedStep:
         traced, outcome = self._planned(args, kwargs)
         return report_on(traced.program, self._target(), outcome.block, outcome.compiled)
 
-    def place(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments, every array where the plan wants it."""
-        self._planned(args, {})
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The positional arguments, every array where the plan wants it.
+
+        NNX objects are returned as they are, with what they hold put in place.
+        """
+        self._planned(args, kwargs)
         return place(args)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
@@ -109,10 +128,38 @@ class FittedStep:
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 self._outcomes[call.key] = (
                     planner.follow(self._given, budget_bytes, report)
-                    if self._given
+                    if self._given is not None
                     else planner.fit(budget_bytes, report)
                 )
         return self._outcomes[call.key]
+
+
+class BoundStep:
+    """A fitted method of one instance: the step with its first argument filled in."""
+
+    def __init__(self, step: FittedStep, instance: Any):
+        functools.update_wrapper(self, step, updated=())
+        self.__func__, self.__self__ = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """As :meth:`FittedStep.plan`."""
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        """As :meth:`FittedStep.lower`."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
+        """As :meth:`FittedStep.report`."""
+        return self.__func__.report(self.__self__, *args, **kwargs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As :meth:`FittedStep.place`, for the arguments after the instance."""
+        return self.__func__.place(self.__self__, *args, **kwargs)[1:]
 
 
 @overload
@@ -184,7 +231,7 @@ def fit(
         PlanMismatchError: the given plan was made for another program or other shapes.
 
     Cost:
-        Planning takes one trace and 2 to 12 compiles for each signature. Recomputation costs
+        Planning takes one trace and 1 to 12 compiles for each signature. Recomputation costs
         what the plan predicts; a program that fits as written is left unchanged.
 
     >>> import jax, jax.numpy as jnp, jaxmem
@@ -242,13 +289,15 @@ def plan(
     >>> jaxmem.plan(jax.grad(lambda x: (x**2).sum()), x, budget="1MiB").predicted_bytes <= 2**20
     True
     """
-    if isinstance(fun, FittedStep):
+    if isinstance(fun, FittedStep | BoundStep):
         _refuse(
             fun,
             budget=budget,
             target=target,
             donate_argnums=None if donate_argnums == () else donate_argnums,
             static_argnums=None if static_argnums == () else static_argnums,
+            verify=None if verify is True else verify,
+            progress=progress,
         )
         return fun.plan(*args, **kwargs)
     fitted = FittedStep(
@@ -284,7 +333,7 @@ def analyze(
     >>> report.argument_bytes, report.by_argument()
     (32768, {'x': 32768})
     """
-    if isinstance(fun, FittedStep):
+    if isinstance(fun, FittedStep | BoundStep):
         _refuse(
             fun,
             target=target,
@@ -299,7 +348,7 @@ def analyze(
     return report_on(program, where, program.block, Planner(program, where).keep_all())
 
 
-def _refuse(step: FittedStep, **given: Any) -> None:
+def _refuse(step: FittedStep | BoundStep, **given: Any) -> None:
     """A fitted step has its own settings; others given beside it must not be ignored silently."""
     extra = [name for name, value in given.items() if value is not None]
     if extra:

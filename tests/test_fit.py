@@ -376,7 +376,19 @@ def test_arguments_that_are_returned_as_they_are():
         fresh = jax.tree.map(jnp.copy, args)
         assert_same(step(*args), fitted(*fresh), multiple=0)
     plan = jaxmem.plan(step, *args, budget="1MiB")
-    assert plan.output_bytes == X.nbytes, "what is handed through needs no buffer"
+    compiled = jax.jit(step).lower(*args).compile().memory_analysis()
+    assert plan.output_bytes == compiled.output_size_in_bytes, "as with jax.jit"
+
+
+def test_donating_a_result_leaves_the_argument_it_was():
+    step = jaxmem.fit(lambda params, frozen: (params + 1, frozen), budget="1MiB")
+    consume = jaxmem.fit(lambda x: x * 2, budget="1MiB", donate_argnums=0)
+    _, handed_through = step(X, X + 0)
+    kept = X + 0
+    _, handed_through = step(X, kept)
+    assert handed_through is not kept
+    consume(handed_through)
+    assert jnp.array_equal(kept, X)
 
 
 def test_results_that_are_constants_or_repeated():
@@ -419,8 +431,11 @@ class Trainer:
 def test_a_fitted_method_of_a_plain_object():
     trainer = Trainer()
     assert_same(X * 0.5, trainer.step(X))
-    # As with jax.jit, what hangs on a fitted method takes the object as first argument.
-    assert trainer.step.plan(trainer, SHAPE).function == "step"
+    assert trainer.step.plan(SHAPE).function == "step"
+    assert trainer.step.report(SHAPE).function == "step"
+    assert trainer.step.lower(X).memory_analysis() is not None
+    assert_same((X,), trainer.step.place(np.asarray(X)))
+    assert jaxmem.plan(trainer.step, SHAPE) == trainer.step.plan(SHAPE)
 
 
 def test_a_fitted_method_of_a_module():

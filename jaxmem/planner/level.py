@@ -303,7 +303,7 @@ class Level:
         return max(t for t, _ in self.turns if t <= index)
 
     def _trigger(self, index: int, use: Op) -> list[Value]:
-        """A late value that ``use``, or an operation after it, reads: the recomputation waits for it.
+        """A late value to wait for, which ``use`` or an operation after it reads.
 
         The youngest buffer if there is one, for a value that is fused with its readers would have
         to be written out; otherwise the youngest late operand.

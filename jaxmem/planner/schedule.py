@@ -103,9 +103,7 @@ class Scheduler:
         turns = _turns(inner.block, keep) or [(pair.cut, None)]
         forward = nest.block.ops[pair.forward].loop
         assert forward is not None
-        joint, cut = self._level(
-            inner.block, ops, turns, barriers=False, carried=forward.num_carry
-        )
+        joint, cut = self._level(inner.block, ops, turns, barriers=False, carried=forward.num_carry)
         return split_pair(nest.block, pair, joint, cut)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmem import _compat
-from jaxmem.errors import ArgumentError, TraceError
+from jaxmem.errors import ArgumentError, TraceError, is_library
 from jaxmem.program import nnx
 from jaxmem.program.ir import Leaf, Program
 from jaxmem.program.trace import program_from_jaxpr
@@ -31,6 +32,8 @@ _SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
+    "jax_numpy_rank_promotion",
+    "jax_default_device",
 )
 
 
@@ -79,8 +82,8 @@ class Caller:
         self.fun = _unwrapped(fun)
         self.name = getattr(fun, "__name__", type(fun).__name__)
         self.parameters, self.takes_more = _parameters(self.fun)
-        self.donate = _numbers(donate_argnums)
-        self.static = set(_numbers(static_argnums))
+        self.donate = _numbers(donate_argnums, "donate_argnums")
+        self.static = set(_numbers(static_argnums, "static_argnums"))
         self._check_numbers()
         inner = _jitted(fun)
         if inner is not None:
@@ -105,10 +108,11 @@ class Caller:
                     f"there is no argument {number} of {self.name}, which takes {count}: see "
                     "donate_argnums and static_argnums."
                 )
-        static, donated = (
-            {n + count if n < 0 else n for n in numbers} for numbers in (self.static, self.donate)
-        )
-        both = sorted(static & donated)
+        if not self.takes_more:
+            # As in jax.jit: the last parameter, whatever a call leaves out.
+            self.static = {n % count for n in self.static}
+            self.donate = tuple(n % count for n in self.donate)
+        both = sorted(self.static & set(self.donate))
         if both:
             raise ArgumentError(f"argument {both[0]} of {self.name} is both static and donated.")
 
@@ -148,10 +152,11 @@ class Caller:
             )
         key = (
             tuple(getattr(jax.config, setting) for setting in _SETTINGS),
+            jax.sharding.get_abstract_mesh(),
             treedef,
             tuple(_aval_key(leaf) for leaf in leaves),
-            tuple((n, _hashable(v, f"static argument {n}")) for n, v in static),
-            tuple((n, _hashable(v, "")) for n, v in sorted(fixed.items())),
+            tuple((n, type(v), _hashable(v, f"static argument {n}")) for n, v in static),
+            tuple((n, type(v), _hashable(v, "an Equinox field")) for n, v in sorted(fixed.items())),
         )
         return Call(tuple(leaves), tuple(paths), tuple(donated), key, treedef, fixed, static)
 
@@ -249,8 +254,15 @@ def _jitted(fun: Any) -> Any:
     return held if _compat.is_jitted(held) else None
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _numbers(argnums: int | Sequence[int], option: str) -> tuple[int, ...]:
+    given = (argnums,) if hasattr(argnums, "__index__") else argnums
+    try:
+        return tuple(operator.index(n) for n in given)  # pyright: ignore[reportGeneralTypeIssues]
+    except TypeError:
+        raise ArgumentError(
+            f"{option} is {argnums!r}: it takes the number of an argument, or several, such as "
+            f"{option}=(0, 1)."
+        ) from None
 
 
 def _parameters(fun: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
@@ -284,7 +296,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _static_leaves(tree: Any) -> set[int]:
-    """Leaves of Equinox modules that are not arrays: functions, strings, flags."""
+    """Leaves of Equinox modules that are not arrays: functions, strings, numbers, flags."""
     equinox = sys.modules.get("equinox")
     if equinox is None:
         return set()
@@ -297,7 +309,7 @@ def _static_leaves(tree: Any) -> set[int]:
         id(leaf)
         for module in modules
         for leaf in jax.tree_util.tree_leaves(module)
-        if not _is_arraylike(leaf) and not _is_abstract(leaf)
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic) and not _is_abstract(leaf)
     }
 
 
@@ -308,7 +320,8 @@ def _check_leaf(leaf: Any, where: str, function: str) -> None:
             "tracer). A fitted step is compiled on its own: transform the plain function, then fit "
             "the result."
         )
-    if not (_is_arraylike(leaf) or _is_abstract(leaf)):
+    usable = not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "OSUMm"
+    if not (_is_abstract(leaf) or (_is_arraylike(leaf) and usable)):
         raise ArgumentError(
             f"argument {where} of {function} is a {type(leaf).__name__} ({leaf!r:.80}), not an "
             "array. Pass arrays, numbers or pytrees of them, or name the argument in "
@@ -329,21 +342,34 @@ def _aval_key(leaf: Any) -> Hashable:
 
 
 def _layout(leaf: Any) -> Any:
-    """The sharding of a leaf that is laid out over several devices."""
+    """The sharding of a leaf that is not simply where JAX puts arrays by itself."""
     sharding = getattr(leaf, "sharding", None)
-    return sharding if sharding is not None and sharding.num_devices > 1 else None
+    if sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
+        return None
+    if sharding.num_devices > 1:
+        return sharding
+    default = jax.sharding.SingleDeviceSharding(_default_device())
+    same = sharding.device_set == default.device_set and (
+        sharding.memory_kind in (None, default.memory_kind)
+    )
+    return None if same else sharding
+
+
+def _default_device() -> Any:
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen or jax.local_devices()[0]
 
 
 def _hashable(value: Any, what: str) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        if what:
-            raise ArgumentError(
-                f"{what} is a {type(value).__name__}, which cannot be hashed; static arguments "
-                "must be hashable."
-            ) from None
-        return id(value)
+        raise ArgumentError(
+            f"{what} is a {type(value).__name__}, which cannot be hashed; static arguments "
+            "must be hashable."
+        ) from None
     return value
 
 
@@ -351,7 +377,7 @@ def _trace_message(name: str, error: Exception) -> str:
     """What JAX could not trace, with the user's own line first."""
     line = ""
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    own = [f for f in frames if "/jax/" not in f.filename and "/jaxmem/" not in f.filename]
+    own = [f for f in frames if not is_library(f.filename)]
     if own:
         last = own[-1]
         text = (last.code_context or [""])[0].strip()

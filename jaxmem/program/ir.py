@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,9 +149,7 @@ class Program:
         block: its operations; ``block.inputs`` are captured constants, then the argument leaves.
         consts: the captured arrays.
         arguments: one :class:`Leaf` per argument leaf.
-        results: one :class:`Leaf` per result leaf that is computed.
-        forwarded: for each result of the step, the number of the argument leaf it simply is, or
-            ``None`` where it is computed; what is forwarded takes no part in the compiled step.
+        results: one :class:`Leaf` per result leaf.
         shardings: for each argument leaf the sharding it was given with, ``None`` for one device.
         fingerprint: hash of the traced program and its shapes.
     """
@@ -161,7 +160,6 @@ class Program:
     arguments: tuple[Leaf, ...]
     results: tuple[Leaf, ...]
     fingerprint: str
-    forwarded: tuple[int | None, ...] = ()
     shardings: tuple[Any, ...] = ()
     equations: int = 0
 
@@ -170,7 +168,6 @@ class Program:
 
         Weak types are part of it: results that come from them must be as weak as under ``jit``.
         """
-        given = [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
         return [
             jax.ShapeDtypeStruct(
                 v.aval.shape,
@@ -178,13 +175,25 @@ class Program:
                 sharding=sharding,
                 weak_type=getattr(v.aval, "weak_type", False),
             )
-            for v, sharding in zip(self.block.inputs, given, strict=True)
+            for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
         ]
+
+    def layouts(self) -> list[Any]:
+        """The sharding of each input of the block, ``None`` for one device."""
+        return [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether any argument is split over several devices; bytes are then not known before."""
+        return any(s is not None and s.num_devices > 1 for s in self.shardings)
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of captured constants and all arguments."""
-        return sum(v.nbytes for v in self.block.inputs)
+        """Bytes of captured constants and all arguments, on each device."""
+        return sum(
+            v.nbytes if sharding is None else _shard_bytes(v.aval, sharding)
+            for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
+        )
 
     @property
     def output_bytes(self) -> int:
@@ -223,6 +232,10 @@ class Program:
     def fixed_bytes(self) -> int:
         """Arguments and results, what donation shares counted once."""
         return self.argument_bytes + self.output_bytes - self.aliased_bytes
+
+
+def _shard_bytes(aval: Any, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
 
 
 def _kind(aval: Any) -> tuple:

@@ -20,18 +20,18 @@ _TAG = "jaxmem"
 
 def has_objects(tree: Any) -> bool:
     """Whether a pytree holds NNX objects; never imports flax."""
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_object)
-    return any(_is_object(leaf) for leaf in leaves)
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
+    return any(is_object(leaf) for leaf in leaves)
 
 
-def _is_object(x: Any) -> bool:
+def is_object(x: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Module | nnx.Variable)
 
 
 def _objects_only(tree: Any) -> Any:
     """Plain arrays among the arguments are not results of the step."""
-    return jax.tree_util.tree_map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object)
+    return jax.tree_util.tree_map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)
 
 
 def context(args: Any) -> contextlib.AbstractContextManager[Any]:
@@ -97,6 +97,12 @@ def split(tree: Any) -> Any:
     return _split(tree) if has_objects(tree) else tree
 
 
+def update_arrays(obj: Any, change: Callable[[Any], Any]) -> None:
+    """Replace every array that an NNX object holds by what ``change`` makes of it, in place."""
+    nnx = sys.modules["flax.nnx"]
+    nnx.update(obj, jax.tree_util.tree_map(change, nnx.state(obj)))
+
+
 def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     """Inside the trace: the arguments as objects, and what to do with the result."""
     if not isinstance(pure, Split):
@@ -105,14 +111,14 @@ def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 
 def _split(tree: Any) -> Split:
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_object)
-    objects = tuple(leaf for leaf in leaves if _is_object(leaf))
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_object)
+    objects = tuple(leaf for leaf in leaves if is_object(leaf))
     with sys.modules["flax.nnx"].split_context(_TAG) as context:
         graphdef, state = context.split(objects)
     numbers = itertools.count()
     filled = []
     for leaf in leaves:
-        if _is_object(leaf):
+        if is_object(leaf):
             number = next(numbers)
             leaf = _Slot(number, state[number] if number in state else None)
         filled.append(leaf)

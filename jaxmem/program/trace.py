@@ -45,33 +45,22 @@ def program_from_jaxpr(
     ops: list[Op] = []
     outputs = reader.read(closed.jaxpr, constvars, invars, ops, outer=None)
     hoisted = tuple(reader.hoisted)
-    forwarded = _forwarded(outputs, invars, arguments)
-    computed = [n for n, argument in enumerate(forwarded) if argument is None]
     block = Block(
         path="",
         inputs=(*(v for v, _ in hoisted), *constvars, *invars),
         ops=tuple(ops),
-        outputs=tuple(outputs[n] for n in computed),
+        outputs=tuple(outputs),
     )
     return Program(
         name=name,
         block=block,
         consts=(*(c for _, c in hoisted), *closed.consts),
         arguments=tuple(arguments),
-        results=tuple(results[n] for n in computed),
-        forwarded=forwarded,
+        results=tuple(results),
         shardings=tuple(shardings),
         fingerprint=_fingerprint(closed),
         equations=sum(1 for _ in _all_ops(block)),
     )
-
-
-def _forwarded(
-    outputs: Sequence[Atom], invars: Sequence[Value], arguments: Sequence[Leaf]
-) -> tuple[int | None, ...]:
-    """Results that are arguments passed through; a donated buffer is handed over by XLA."""
-    place = {v: n for n, v in enumerate(invars) if not arguments[n].donated}
-    return tuple(place.get(atom) if isinstance(atom, Value) else None for atom in outputs)
 
 
 class _Reader:

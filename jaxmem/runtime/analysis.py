@@ -25,7 +25,8 @@ def report_on(program: Program, target: Target, block: Block, compiled: Compiled
     """
     simulator = Simulator(Rates(dict(target.flops), target.hbm_bytes_per_second))
     simulation = simulator.step(block)
-    fixed = program.fixed_bytes
+    memory = compiled.memory
+    fixed = memory.total_bytes - memory.temp_bytes if program.sharded else program.fixed_bytes
     buffers = [*_arguments(program, simulation), *_results(program, block, simulation)]
     names = checkpoint_names(nest(program.block))
     buffers += _temporaries(block, simulation, names)

@@ -15,6 +15,8 @@ from jaxmem.units import format_budget, format_bytes
 
 _MOST_HOLDERS = 8
 _NAMED = 3
+# Operations with a program inside that is not planned.
+_OPENABLE = frozenset(["checkpoint", "remat", "remat2", "shard_map", "while", "cond"])
 
 
 def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]:
@@ -105,6 +107,11 @@ def holders(
         Holder(leaf.path, value.nbytes, "argument")
         for leaf, value in zip(program.arguments, argument_values(program), strict=True)
     ]
+    constants = zip(program.block.inputs, program.consts, strict=False)
+    found += [
+        Holder(f"array {list(v.aval.shape)} that the step closes over", v.nbytes, "constant")
+        for v, _ in constants
+    ]
     aliased = program.aliased_bytes
     if program.output_bytes > aliased:
         found.append(Holder("results of the step", program.output_bytes - aliased, "output"))
@@ -139,20 +146,26 @@ def infeasible(
     smallest_bytes: int,
     found: Sequence[Holder],
     reason: str,
+    *,
+    device_bytes: int,
+    recomputed: bool,
 ) -> str:
     """The message of a budget that nothing fits: what, where, the smallest fix."""
     why = f" ({reason})" if reason else ""
     held = ", ".join(f"{h.name} ({format_bytes(h.nbytes)}, {h.kind})" for h in found[:_NAMED])
+    use = f'budget="{format_budget(smallest_bytes)}"'
+    if smallest_bytes > device_bytes:
+        use = f"a target with more than {format_bytes(device_bytes)} on each device"
     lines = [
         f"no plan fits budget={format_bytes(budget_bytes)} on {target}{why}: the smallest peak "
         f"found for {program.name} is {format_bytes(smallest_bytes)}.",
         f"  Held there by: {held}.",
-        f'  Use budget="{format_budget(smallest_bytes)}"' + _ways_out(program, found),
+        f"  Use {use}" + _ways_out(program, found, recomputed),
     ]
     return "\n".join(lines)
 
 
-def _ways_out(program: Program, found: Sequence[Holder]) -> str:
+def _ways_out(program: Program, found: Sequence[Holder], recomputed: bool) -> str:
     ways = []
     spare = program.output_bytes - program.aliased_bytes
     if spare > program.argument_bytes // 4 and not any(a.donated for a in program.arguments):
@@ -160,10 +173,27 @@ def _ways_out(program: Program, found: Sequence[Holder]) -> str:
             "donate the arguments that hold the state, fit(..., donate_argnums=...): the results "
             f"are {format_bytes(spare)} that could reuse their buffers"
         )
+    captured = sum(h.nbytes for h in found if h.kind == "constant")
+    if captured > program.argument_bytes // 4:
+        ways.append(
+            f"pass the {format_bytes(captured)} that the step closes over as an argument, which "
+            "can be donated"
+        )
     activations = sum(h.nbytes for h in found if h.kind in ("residual", "temporary"))
     arguments = sum(h.nbytes for h in found if h.kind == "argument")
-    if activations > arguments:
+    whole = sorted({op.name for op in program.block.ops if op.name in _OPENABLE})
+    if activations > arguments and not recomputed and whole:
+        ways.append(
+            f"smaller regions: {', '.join(whole)} is planned whole, and what is inside stays as "
+            "it is"
+        )
+    if activations > arguments and recomputed:
         ways.append("a smaller batch or sequence, which is what remains: recomputation is used up")
+    elif activations > arguments:
+        ways.append(
+            "a smaller batch or sequence: nothing was found here that a backward pass could make "
+            "again"
+        )
     else:
         ways.append("a smaller state, such as a lower-precision optimizer or more devices")
     return "".join(f", or {way}" for way in ways) + "."

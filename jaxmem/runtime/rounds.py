@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
+from jaxmem.planner.level import kept_name
 from jaxmem.planner.plan import Kept, Plan, Round
+from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Program
@@ -15,7 +17,13 @@ from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import has_callbacks, without_callbacks
 from jaxmem.runtime import describe, verify
 from jaxmem.runtime.progress import Report
-from jaxmem.targets.compiling import Compiled, compile_for, memory_schedules, runs_here
+from jaxmem.targets.compiling import (
+    Compiled,
+    compile_for,
+    memory_schedules,
+    runs_here,
+    usable_bytes,
+)
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
 
@@ -131,6 +139,11 @@ class Planner:
             PlanMismatchError: the plan belongs to another program or to other shapes.
             VerificationError: it does not fit, or the compiler undoes its recomputations.
         """
+        if plan.target != self.target.name:
+            raise PlanMismatchError(
+                f"the plan for {plan.function} was made for {plan.target}, and this is "
+                f"{self.target.name}. Plan again for it, or pass target={plan.target!r}."
+            )
         if plan.fingerprint != self.program.fingerprint:
             raise PlanMismatchError(
                 f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
@@ -162,7 +175,7 @@ class _Rounds:
         self.fixed = planner.program.fixed_bytes
 
     def run(self) -> Outcome:
-        if self.fixed > self.budget:
+        if self.fixed > self.budget and not self.planner.program.sharded:
             raise self._too_big()
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget:
@@ -185,7 +198,10 @@ class _Rounds:
         self.report("compiling the step as written")
         plain = self.planner.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
-        predicted = self.fixed + self.search.keep_all.temp_bytes
+        if self.planner.program.sharded and self.search.keep_all.temp_bytes:
+            # The simulator counts whole arrays, the compiler each device's part of them.
+            self.scale = plain.memory.temp_bytes / self.search.keep_all.temp_bytes
+        predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         self._note("keep-all", predicted, predicted, plain)
         options = memory_schedules(self.planner.target)[-1]
         if plain.memory.total_bytes > self.budget and options:
@@ -196,13 +212,16 @@ class _Rounds:
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
+        self._check_names(keep)
         solution = self.search.evaluate(keep) if keep else None
         self.report("compiling the plan")
         if solution is None:
             compiled = self._plain_within_budget()
         else:
             self._announce(solution)
-            compiled = self._record("as planned", solution.temp_bytes, self.planner.attempt(solution))
+            compiled = self._record(
+                "as planned", solution.temp_bytes, self.planner.attempt(solution)
+            )
         last = self.rounds[-1]
         if not last.fits or last.problem:
             raise VerificationError(
@@ -210,14 +229,32 @@ class _Rounds:
                 f"the budget is {format_bytes(self.budget)}. {last.problem or 'Plan again.'}"
             )
         return Outcome(
-            replace(plan, compiled_bytes=last.compiled_bytes, rounds=tuple(self.rounds)),
+            replace(
+                plan,
+                budget_bytes=self.budget,
+                compiled_bytes=last.compiled_bytes,
+                rounds=tuple(self.rounds),
+            ),
             self.planner.block(solution),
             compiled,
         )
 
+    def _check_names(self, keep: Mapping[Turn, frozenset[str]]) -> None:
+        """Every turn and every value that a plan names must be there."""
+        turns = {choice.turn for choice in self.search.choices}
+        blocks = [inner.block for inner in self.search.nest.walk()]
+        known = {kept_name(op, v) for b in blocks for op in b.ops for v in op.outputs}
+        for turn, names in keep.items():
+            unknown = sorted(names - known) if turn in turns else [f"turn {turn}"]
+            if unknown:
+                raise PlanMismatchError(
+                    f"the plan keeps {unknown[0]}, which {self.planner.program.name} does not "
+                    "have: the plan was changed or made by another version. Plan again."
+                )
+
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
-        limit = int((self.budget - self.fixed) * _AIM)
+        limit = int((self.budget - self.fixed) / self.scale * _AIM)
         for attempt in range(_MOST_SEARCHES):
             solution = self.search.solve(limit)
             hopeless = attempt >= _MOST_FAILURES and not self.fitting
@@ -314,7 +351,8 @@ class _Rounds:
     def _error(self, reason: str) -> BudgetInfeasibleError:
         """Names the smallest program that keeps its plan: a budget of its bytes leads to it."""
         planner = self.planner
-        self.report("compiling the smallest programs, to name a budget that works")
+        if self.search.choices:
+            self.report("compiling the smallest programs, to name a budget that works")
         options = ({}, memory_schedules(planner.target)[-1])
         plain = [planner.compile(None, options=o).memory.total_bytes for o in options]
         found: list[tuple[int, Solution | None]] = [(min(plain), None)]
@@ -333,7 +371,14 @@ class _Rounds:
         simulation = self.search.simulator.step(block)
         holders = describe.holders(planner.program, self.search.nest, block, simulation)
         message = describe.infeasible(
-            planner.program, planner.target.name, self.budget, smallest, holders, reason
+            planner.program,
+            planner.target.name,
+            self.budget,
+            smallest,
+            holders,
+            reason,
+            device_bytes=usable_bytes(planner.target),
+            recomputed=solution is not None,
         )
         return BudgetInfeasibleError(
             message, budget_bytes=self.budget, smallest_bytes=smallest, holders=holders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +57,7 @@ class Step:
         """
         program = self.traced.program
         outs = self.local(*program.consts, *inputs(program, call))
-        return self.traced.rebuild(merge_forwarded(program, call.leaves, outs))
+        return self.traced.rebuild(outs)
 
     def check_against_plain(self, call: Call) -> None:
         """Run the step as written on copies of the same inputs and compare the results.
@@ -95,7 +94,7 @@ class Step:
 def inputs(program: Program, call: Call) -> list[Any]:
     """The arrays of a call, ready for the compiled step."""
     ready = []
-    seen: set[int] = set()
+    seen: set[int] = {id(const) for const in program.consts}
     donated = [leaf.donated for leaf in program.arguments]
     for leaf, path in zip(call.leaves, call.paths, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -125,11 +124,3 @@ def as_array(leaf: Any) -> Any:
 def copied(leaf: Any) -> Any:
     """The same data in a buffer of its own."""
     return jax.numpy.copy(leaf)
-
-
-def merge_forwarded(program: Program, arguments: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """All results in order: computed ones, and arguments that are returned as they are."""
-    computed = iter(outs)
-    return [
-        next(computed) if n is None else jax.numpy.asarray(arguments[n]) for n in program.forwarded
-    ]
