@@ -242,6 +242,12 @@ def _rebuild(told: dict[str, Any], outs: Sequence[Any]) -> Any:
 def _unwrapped(fun: Any) -> Callable[..., Any]:
     """The function inside ``nnx.jit``: jaxmem splits and merges NNX objects itself."""
     if type(fun).__module__.startswith("flax.nnx") and hasattr(fun, "__wrapped__"):
+        if any(getattr(fun, f"{side}_shardings", None) is not None for side in ("in", "out")):
+            raise ArgumentError(
+                f"{fun.__name__} is under nnx.jit with in_shardings or out_shardings, which jaxmem "
+                "does not read. Shard the arguments themselves, and results with "
+                "jax.lax.with_sharding_constraint inside the step."
+            )
         return fun.__wrapped__
     if not callable(fun):
         raise ArgumentError(f"jaxmem needs a function, got {type(fun).__name__}: {fun!r}")
@@ -333,7 +339,11 @@ def _abstract(leaf: Any) -> Any:
     if _is_abstract(leaf):
         return leaf
     aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    weak = getattr(aval, "weak_type", False)
+    # On a mesh with explicit axes the sharding is part of an array's type.
+    typed = getattr(aval, "sharding", None) is not None and not aval.sharding.mesh.empty
+    sharding = leaf.sharding if typed else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
 def _aval_key(leaf: Any) -> Hashable:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as jex
+from jax.sharding import NamedSharding
 
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Leaf, Loop, Op, Program, Value
@@ -97,7 +100,11 @@ class _Reader:
                     self.hoist(const, var)
                     for const, var in zip(inner.consts, inner.jaxpr.constvars, strict=True)
                 ]
-                outputs: Sequence[Atom] = self.read(inner.jaxpr, held, inputs, ops, placed, path)
+                given = self.laid_out(inputs, eqn.params.get("in_shardings", ()), ops, placed)
+                made = self.read(inner.jaxpr, held, given, ops, placed, path)
+                outputs: Sequence[Atom] = self.laid_out(
+                    made, eqn.params.get("out_shardings", ()), ops, placed
+                )
             else:
                 results = tuple(self.new(var.aval) for var in eqn.outvars)
                 loop = self.loop(eqn, path, len(ops)) if eqn.primitive.name == "scan" else None
@@ -105,6 +112,21 @@ class _Reader:
                 outputs = results
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
+
+    def laid_out(
+        self, atoms: Sequence[Atom], shardings: Sequence[Any], ops: list[Op], eqn: jex.JaxprEqn
+    ) -> list[Atom]:
+        """``atoms`` with the shardings that an opened call asks for, as constraints."""
+        laid: list[Atom] = list(atoms)
+        for n, (atom, sharding) in enumerate(zip(atoms, shardings, strict=False)):
+            if not _specified(sharding) or sharding.num_devices == 1:
+                continue
+            constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+            traced = jax.make_jaxpr(constrain)(atom.aval).eqns[0]
+            result = self.new(atom.aval)
+            ops.append(Op(traced.replace(source_info=eqn.source_info), (atom,), (result,)))
+            laid[n] = result
+        return laid
 
     def hoist(self, const: Any, var: Any) -> Value:
         """A constant captured by an inner call becomes a constant of the whole step."""
@@ -141,9 +163,8 @@ def _inlinable(eqn: jex.JaxprEqn) -> Any | None:
     if eqn.primitive.name not in _INLINED:
         return None
     params = eqn.params
-    if any(
-        _specified(s) for s in (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    ):
+    asked = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if not all(_is_constraint(s) for s in asked if _specified(s)):
         return None
     if params.get("compiler_options_kvs"):
         return None
@@ -155,6 +176,13 @@ def _fingerprint(closed: jex.ClosedJaxpr) -> str:
     """Hash of the printed program; addresses of Python objects in it are not part of it."""
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_constraint(sharding: Any) -> bool:
+    """Whether a sharding of a call says no more than a sharding constraint inside would."""
+    on_device = getattr(sharding, "memory_kind", None) in (None, "device", "unpinned_host")
+    named = isinstance(sharding, NamedSharding) and not sharding.mesh.are_all_axes_explicit
+    return on_device and (named or getattr(sharding, "num_devices", 0) == 1)
 
 
 def _specified(sharding: Any) -> bool:
