@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import jax
@@ -324,6 +325,56 @@ def test_argument_numbers_that_make_no_sense(options: dict, message: str):
 def test_a_static_argument_must_be_hashable():
     with pytest.raises(jaxmem.ArgumentError, match="static argument 1 is a list, which cannot be"):
         jaxmem.fit(lambda x, sizes: x, budget="1MiB", static_argnums=1)(X, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "ful"}, "verify is 'ful': it takes True, False or \"full\""),
+        ({"plan": {}}, "plan is a dict: it takes a jaxmem.Plan"),
+        ({"plan": "plan.json"}, "plan is a str: it takes a jaxmem.Plan"),
+        ({"donate_argnums": "W"}, "donate_argnums is 'W': it takes the number of an argument"),
+        ({"static_argnums": None}, "static_argnums is None: it takes the number of an argument"),
+    ],
+)
+def test_options_are_checked_when_a_step_is_fitted(options, message: str):
+    with pytest.raises(jaxmem.ArgumentError, match=re.escape(message)):
+        jaxmem.fit(double, budget="1MiB", **options)
+
+
+def test_a_target_is_checked_when_a_step_is_fitted():
+    with pytest.raises(jaxmem.UnknownTargetError, match="no target is called 'h999'"):
+        jaxmem.fit(double, budget="1MiB", target="h999")
+
+
+def test_a_step_is_fitted_once():
+    with pytest.raises(jaxmem.ArgumentError, match="double is fitted already: fit it once"):
+        jaxmem.fit(jaxmem.fit(double, budget="1MiB"), budget="1MiB")
+
+
+def test_shardings_of_nnx_jit_are_not_lost_silently():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(jaxmem.ArgumentError, match=r"under nnx.jit with in_shardings or out_shard"):
+        jaxmem.fit(nnx.jit(double, out_shardings=sharding), budget="1MiB")
+
+
+def test_an_array_of_strings_is_named():
+    with pytest.raises(jaxmem.ArgumentError, match="argument x of double is a ndarray"):
+        jaxmem.fit(double, budget="1MiB")(np.array(["a"]))
+
+
+def test_captured_arrays_are_named_among_what_fills_memory():
+    captured = jnp.ones((512, 512))
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
+        jaxmem.plan(lambda x: x + captured, captured, budget="64KiB", progress=False)
+    assert "array [512, 512] that the step closes over (1.0MiB, constant)" in str(caught.value)
+    assert "as an argument" in str(caught.value)
+
+
+def test_no_budget_is_named_that_the_device_does_not_have():
+    small = jaxmem.Target("cpu", device_bytes=20 * KIB)
+    with pytest.raises(jaxmem.BudgetInfeasibleError, match=r"a target with more than 20\.0KiB"):
+        jaxmem.plan(double, X, budget="8KiB", target=small, progress=False)
 
 
 def test_what_is_no_function_is_refused():

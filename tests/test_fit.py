@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -449,7 +450,106 @@ def test_a_fitted_method_of_a_module():
     assert_same(X * 3, Module(jnp.float32(3)).scaled(X))
 
 
+# --- what is part of a signature ---------------------------------------------------------------
+
+
+def test_static_arguments_of_equal_value_and_other_type_are_other_programs():
+    fitted = jaxmem.fit(lambda x, factor: x * factor, budget="1MiB", static_argnums=1)
+    x = jnp.arange(3)
+    assert (fitted(x, 2).dtype, fitted(x, 2.0).dtype) == (jnp.int32, jnp.float32)
+    flag = jaxmem.fit(lambda x, up: x + (1 if up is True else -1), budget="1MiB", static_argnums=1)
+    assert (int(flag(x, 1)[0]), int(flag(x, True)[0])) == (-1, 1)
+
+
+def test_flags_and_numbers_of_equinox_modules_are_python_values():
+    class Scaled(eqx.Module):
+        weight: jax.Array
+        times: float
+        twice: bool
+
+        def __call__(self, x):
+            return x * self.weight * self.times * (2 if self.twice else 1)
+
+    model = Scaled(jnp.float32(3), 0.5, True)
+    fitted = jaxmem.fit(lambda model, x: (model, model(x)), budget="1MiB")
+    returned, y = fitted(model, X)
+    assert_same(X * 3, y)
+    assert (type(returned.times), type(returned.twice)) == (float, bool)
+    dropout = eqx.nn.Sequential([eqx.nn.Dropout(0.5)])
+    drop = lambda model, x, key: model(x, key=key)  # noqa: E731
+    key = jax.random.key(0)
+    assert_same(
+        eqx.filter_jit(drop)(dropout, X, key), jaxmem.fit(drop, budget="1MiB")(dropout, X, key)
+    )
+
+
+def test_rank_promotion_is_checked_when_the_setting_changes():
+    fitted = jaxmem.fit(lambda x, y: x + y, budget="1MiB")
+    fitted(X, X[0])
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank_promotion"):
+        fitted(X, X[0])
+
+
+def test_a_negative_argument_number_counts_from_the_last_parameter():
+    fitted = jaxmem.fit(lambda x, y, z=3: (x + 1, y + 2), budget="1MiB", donate_argnums=-1)
+    x, y = X + 0, X + 0
+    fitted(x, y)
+    assert not (x.is_deleted() or y.is_deleted())
+
+
+def test_an_array_that_is_captured_and_donated():
+    captured = X + 0
+    fitted = jaxmem.fit(lambda x: x + captured, budget="1MiB", donate_argnums=0)
+    assert_same(2 * X, fitted(captured))
+
+
+def test_under_disable_jit_a_step_runs_as_written():
+    seen = []
+    fitted = jaxmem.fit(lambda x: seen.append(type(x)) or x * 2, budget="1MiB")
+    with jax.disable_jit():
+        assert_same(X * 2, fitted(X))
+    assert not issubclass(seen[0], jax.core.Tracer)
+
+
+def test_placing_a_module_keeps_what_it_shares():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 4, rngs=rngs)
+            self.second = self.first
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    model = Tied(nnx.Rngs(0))
+    fitted = jaxmem.fit(lambda model, x: model(x).sum(), budget="1MiB")
+    placed, x = fitted.place(model, np.ones((2, 4), np.float32))
+    assert placed is model
+    assert placed.first is placed.second
+    assert isinstance(x, jax.Array)
+
+
 # --- plans used again --------------------------------------------------------------------------
+
+
+def test_a_plan_that_was_changed_is_refused(planned_deep):
+    plan = planned_deep.plan(*DEEP_ARGS)
+    first = plan.kept[0]
+    for kept, message in (
+        (dataclasses.replace(first, names=("nothing",)), "keeps nothing, which deep does not have"),
+        (dataclasses.replace(first, turn=10**6), "which deep does not have"),
+    ):
+        changed = dataclasses.replace(plan, kept=(kept,))
+        with pytest.raises(jaxmem.PlanMismatchError, match=message):
+            jaxmem.fit(deep, budget=DEEP_BUDGET, plan=changed, progress=False)(*DEEP_ARGS)
+    elsewhere = dataclasses.replace(plan, target="h200")
+    with pytest.raises(jaxmem.PlanMismatchError, match="was made for h200, and this is cpu"):
+        jaxmem.fit(deep, budget=DEEP_BUDGET, plan=elsewhere, progress=False)(*DEEP_ARGS)
+
+
+def test_a_followed_plan_reports_the_budget_it_was_given(planned_deep):
+    plan = planned_deep.plan(*DEEP_ARGS)
+    again = jaxmem.fit(deep, budget="32MiB", plan=plan, progress=False).plan(*DEEP_ARGS)
+    assert again.budget_bytes == 32 * 2**20
 
 
 def test_a_plan_is_followed_without_searching(planned_deep, tmp_path, monkeypatch):

@@ -134,10 +134,10 @@ class Caller:
         flat, treedef = jax.tree_util.tree_flatten_with_path(pure)
         positions = [i for i in range(count) if i not in static_positions]
         donate = {n % count if n < 0 else n for n in self.donate} if count else set()
-        whole = _static_leaves((args, kwargs))
+        whole = _static_leaves(pure)
         leaves, paths, donated, fixed = [], [], [], {}
         for number, (path, leaf) in enumerate(flat):
-            if id(leaf) in whole:
+            if number in whole:
                 fixed[number] = leaf
                 continue
             where = _path(path[1:] if isinstance(pure, nnx.Split) else path, list(dynamic))
@@ -175,15 +175,20 @@ class Caller:
         def flat(*leaves: Any) -> list[Any]:
             out = self._run(call, leaves)
             results, tree = jax.tree_util.tree_flatten_with_path(out)
-            arrays = [leaf for _, leaf in results if _is_arraylike(leaf)]
+            whole = _static_leaves(out)
+            is_array = [
+                n not in whole and _is_arraylike(leaf) for n, (_, leaf) in enumerate(results)
+            ]
+            taken = list(zip(results, is_array, strict=True))
+            arrays = [leaf for (_, leaf), array in taken if array]
             told.update(
                 tree=tree,
-                fixed=[None if _is_arraylike(leaf) else leaf for _, leaf in results],
-                paths=[jax.tree_util.keystr(path) for path, leaf in results if _is_arraylike(leaf)],
-                is_array=[_is_arraylike(leaf) for _, leaf in results],
+                fixed=[None if array else leaf for (_, leaf), array in taken],
+                paths=[jax.tree_util.keystr(path) for (path, _), array in taken if array],
+                is_array=is_array,
             )
             if len(arrays) != len(results) and not call.fixed:
-                bad = next(leaf for _, leaf in results if not _is_arraylike(leaf))
+                bad = next(leaf for (_, leaf), array in taken if not array)
                 raise TraceError(
                     f"{self.name} returned a {type(bad).__name__}, which JAX cannot return from a "
                     "compiled step. Return arrays or pytrees of arrays."
@@ -301,22 +306,23 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _static_leaves(tree: Any) -> set[int]:
-    """Leaves of Equinox modules that are not arrays: functions, strings, numbers, flags."""
+def _static_leaves(tree: Any) -> frozenset[int]:
+    """Positions of the leaves of Equinox modules that are not arrays: functions, numbers, flags."""
     equinox = sys.modules.get("equinox")
     if equinox is None:
-        return set()
+        return frozenset()
 
     def is_module(x: Any) -> bool:
         return isinstance(x, equinox.Module)
 
-    modules = [m for m in jax.tree_util.tree_leaves(tree, is_leaf=is_module) if is_module(m)]
-    return {
-        id(leaf)
-        for module in modules
-        for leaf in jax.tree_util.tree_leaves(module)
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic) and not _is_abstract(leaf)
-    }
+    found, position = set(), 0
+    for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_module):
+        for inner in jax.tree_util.tree_leaves(leaf) if is_module(leaf) else [leaf]:
+            array = isinstance(inner, jax.Array | np.ndarray | np.generic) or _is_abstract(inner)
+            if is_module(leaf) and not array:
+                found.add(position)
+            position += 1
+    return frozenset(found)
 
 
 def _check_leaf(leaf: Any, where: str, function: str) -> None:

@@ -1,0 +1,129 @@
+"""Steps over four CPU devices; run by test_sharded.py in a process that has them.
+
+Prints one line for every check that holds and ends with an error at the first that does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxmem
+
+X = jax.random.normal(jax.random.key(9), (1024, 64))
+W = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(8)]
+
+
+def loss(ws, x):
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def step(ws, x):
+    return jax.tree.map(lambda a, g: a - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+
+def mesh(axis_type: AxisType) -> Mesh:
+    return jax.make_mesh((4,), ("d",), axis_types=(axis_type,))
+
+
+def total_bytes(function: Callable, *args) -> int:
+    memory = jax.jit(function).lower(*args).compile().memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return held + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+
+def same(expected, found) -> None:
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
+
+
+def data_parallel(axis_type: AxisType) -> None:
+    """A budget of each device's bytes, results laid out as under jit."""
+    over = mesh(axis_type)
+    ws = jax.device_put(W, NamedSharding(over, PartitionSpec()))
+    x = jax.device_put(X, NamedSharding(over, PartitionSpec("d")))
+    budget = int(0.7 * total_bytes(step, ws, x))
+    fitted = jaxmem.fit(step, budget=budget, progress=False)
+    same(jax.jit(step)(ws, x), fitted(ws, x))
+    plan = fitted.plan(ws, x)
+    assert plan.recomputed()
+    assert plan.compiled_bytes <= budget
+    assert 0.8 < plan.predicted_bytes / plan.compiled_bytes < 1.25
+
+
+def too_small_names_a_budget_that_works() -> None:
+    over = mesh(AxisType.Auto)
+    args = jax.device_put(W, NamedSharding(over, PartitionSpec())), X
+    try:
+        jaxmem.plan(step, *args, budget="300KiB", progress=False)
+    except jaxmem.BudgetInfeasibleError as error:
+        plan = jaxmem.plan(step, *args, budget=error.smallest_bytes, progress=False)
+        assert plan.compiled_bytes <= error.smallest_bytes
+    else:
+        raise AssertionError("300 KiB were enough")
+
+
+def fully_sharded_state() -> None:
+    """Parameters of 4 MiB over four devices are 1 MiB on each."""
+    params = [jnp.zeros((512, 1024))] * 2
+    params = jax.device_put(params, NamedSharding(mesh(AxisType.Auto), PartitionSpec("d")))
+    decay = lambda params: jax.tree.map(lambda p: p * 0.9, params)  # noqa: E731
+    fitted = jaxmem.fit(decay, budget="1.5MiB", donate_argnums=0, progress=False)
+    assert fitted.plan(params).argument_bytes == 2**20
+    assert fitted(params)[0].sharding.spec == PartitionSpec("d")
+
+
+def jitted_with_shardings() -> None:
+    """The shardings a jitted step was made with are kept, and what is inside is planned."""
+    over = mesh(AxisType.Auto)
+    whole, rows = NamedSharding(over, PartitionSpec()), NamedSharding(over, PartitionSpec("d"))
+    jitted = jax.jit(step, in_shardings=([whole] * 8, rows), out_shardings=[whole] * 8)
+    budget = int(0.8 * total_bytes(jitted, W, X))
+    fitted = jaxmem.fit(jitted, budget=budget, progress=False)
+    same(jitted(W, X), fitted(W, X))
+    assert fitted.plan(W, X).recomputed()
+
+
+def another_device() -> None:
+    """An array that was put on a device is used there; one per device, one program each."""
+    fitted = jaxmem.fit(lambda x: x * 2, budget="1MiB", progress=False)
+    for device in jax.devices()[:2]:
+        x = jax.device_put(X, device)
+        same(jax.jit(lambda x: x * 2)(x), fitted(x))
+
+
+def ambient_mesh() -> None:
+    """The mesh that is set when a step is called is part of what it means."""
+    constrain = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("d"))  # noqa: E731
+    fitted = jaxmem.fit(constrain, budget="8MiB", progress=False)
+    for size in (4, 2):
+        over = Mesh(np.array(jax.devices()[:size]), ("d",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(over):
+            same(jax.jit(constrain)(X), fitted(X))
+
+
+CHECKS = {
+    "data parallel": lambda: data_parallel(AxisType.Auto),
+    "explicit axes": lambda: data_parallel(AxisType.Explicit),
+    "too small": too_small_names_a_budget_that_works,
+    "fully sharded": fully_sharded_state,
+    "jitted with shardings": jitted_with_shardings,
+    "another device": another_device,
+    "ambient mesh": ambient_mesh,
+}
+
+if __name__ == "__main__":
+    for name, check in CHECKS.items():
+        check()
+        print(name)

@@ -1,0 +1,34 @@
+"""Steps over several devices: what a fitted step does there is what jit does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sharded_steps import CHECKS
+
+
+@pytest.fixture(scope="module")
+def held() -> tuple[list[str], str]:
+    """The checks that hold, run in a process with four CPU devices, and its error output."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    script = Path(__file__).with_name("sharded_steps.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_four_devices(held: tuple[list[str], str], check: str):
+    names, errors = held
+    assert check in names, errors[-2000:]
