@@ -190,7 +190,7 @@ def main():
     result = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "options": vars(options) | {"json": str(options.json)},
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
         "rows": rows,
         "allocator_peak_bytes": stats.get("peak_bytes_in_use"),
     }
