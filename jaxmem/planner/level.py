@@ -180,6 +180,8 @@ class Level:
         ]
         if kept:
             waited = self._trigger(index, use)
+            if sum([v.nbytes for v in waited]) > sum([v.nbytes for v in kept]):
+                waited = [v for v in waited if v in self.young]
             behind = self._barrier(use, kept, waited, "jaxmem.late")
             self.late.update((v, behind[v]) for v in kept)
 
@@ -249,7 +251,8 @@ class Level:
                 protected.update(op.outputs)
         if not held:
             return {}
-        waited = dict.fromkeys(self._finished(index))
+        made_again = sum([v.nbytes for p in positions for v in self.ops[p].outputs])
+        waited = dict.fromkeys(self._finished(index, made_again))
         if self.host or not waited:
             waited.update(dict.fromkeys(self._trigger(index, use)))
         behind = self._barrier(use, list(held), list(waited), tag)
@@ -272,7 +275,7 @@ class Level:
             self.late[value] = behind[self.late.get(value, value)]
         return behind
 
-    def _finished(self, index: int) -> list[Value]:
+    def _finished(self, index: int, made_again: int) -> list[Value]:
         """What was made since the last barrier and is read again only after this recomputation.
 
         Left alone, XLA puts off making it, and what it is made from stays alive: every weight
@@ -281,10 +284,13 @@ class Level:
         so that the order of the schedule is the order that is run.
         """
         waiting, self.pending = self.pending, []
-        return [v for v in waiting if self._settled(v, index)]
+        return [v for v in waiting if self._settled(v, index, made_again)]
 
-    def _settled(self, value: Value, index: int) -> bool:
+    def _settled(self, value: Value, index: int, made_again: int) -> bool:
         """Whether ``value`` is a buffer, or takes the place of buffers that are done with.
+
+        Nothing element-wise is written out for the sake of a recomputation smaller than itself:
+        the index of a cross entropy is no reason to write out the gradient of its logits.
 
         XLA:CPU makes more of element-wise results that it need not settle (conv net: 24 MiB, and
         16 without them); XLA:GPU makes less (15 MiB, and 12 with them).
@@ -292,7 +298,9 @@ class Level:
         op, facts = self.ops[self.made[value]], self.facts
         if kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
             return facts.needed_until.get(value, -1) >= index
-        if self.host or value in facts.numbers or facts.read_until.get(value, -1) < index:
+        if self.host or value.nbytes > made_again or value in facts.numbers:
+            return False
+        if facts.read_until.get(value, -1) < index:
             return False
         turn = self._turn(index)
         late = [v for v in op.values if self.made.get(v, -1) >= turn]
@@ -302,6 +310,17 @@ class Level:
     def _turn(self, index: int) -> int:
         return max(t for t, _ in self.turns if t <= index)
 
+    def _before_broadcast(self, value: Value, turn: int) -> Value:
+        """The late value that ``value`` is a larger, element-wise function of; itself if none."""
+        while True:
+            op = self.ops[self.made[value]]
+            late = [v for v in op.values if self.made.get(v, -1) >= turn]
+            if kind_of(op) not in (Kind.ALIAS, Kind.FUSED) or not late:
+                return value
+            if sum([v.nbytes for v in late]) >= value.nbytes:
+                return value
+            value = max(late, key=lambda v: (self.facts.depth[v], self.made[v]))
+
     def _trigger(self, index: int, use: Op) -> list[Value]:
         """A late value to wait for, which ``use`` or an operation after it reads.
 
@@ -310,7 +329,10 @@ class Level:
         """
         read_until, depth = self.facts.read_until, self.facts.depth
         self.young = [v for v in self.young if read_until.get(v, -1) >= index][-_MOST_YOUNG:]
-        late = self.young or [v for v in use.values if self.made.get(v, -1) >= self._turn(index)]
+        turn = self._turn(index)
+        late = self.young or [
+            self._before_broadcast(v, turn) for v in use.values if self.made.get(v, -1) >= turn
+        ]
         youngest = max(late, key=lambda v: (depth[v], self.made[v]), default=None)
         return [] if youngest is None else [youngest]
 
