@@ -133,8 +133,9 @@ class Level:
             self._rebuild(missing, index, op)
         if self.barriers:
             self._hold_back(index, op)
-        inputs = tuple([self._now(v, index) if isinstance(v, Value) else v for v in op.inputs])
-        if inputs != tuple(op.inputs):
+        late = self.late
+        if any(v in drops or v in late for v in op.values):
+            inputs = [self._now(v, index) if isinstance(v, Value) else v for v in op.inputs]
             op = Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)
         self.emitted.append(op)
         if self.barriers:
