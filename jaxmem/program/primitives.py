@@ -47,11 +47,12 @@ _FUSED = frozenset(
 _COLLECTIVES = frozenset(
     "psum psum2 psum_invariant pmax pmin ppermute all_to_all all_gather all_gather_invariant "
     "reduce_scatter psum_scatter pgather collective_permute ragged_all_to_all "
-    "all_gather_reduced unreduced_psum pbroadcast".split()
+    "all_gather_reduced unreduced_psum pbroadcast unreduced_reduce_scatter unreduced_pmax "
+    "unreduced_pmin pbroadcast_dynamic psend precv".split()
 )
 _STATEFUL = frozenset(
-    "infeed outfeed rng_uniform get swap addupdate run_state ref empty_ref freeze pure_callback "
-    "io_callback debug_callback".split()
+    "infeed outfeed rng_uniform get swap addupdate run_state ref new_ref empty_ref freeze "
+    "pure_callback io_callback debug_callback".split()
 )
 
 
