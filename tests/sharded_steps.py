@@ -78,7 +78,10 @@ def fully_sharded_state() -> None:
     """Parameters of 4 MiB over four devices are 1 MiB on each."""
     params = [jnp.zeros((512, 1024))] * 2
     params = jax.device_put(params, NamedSharding(mesh(AxisType.Auto), PartitionSpec("d")))
-    decay = lambda params: jax.tree.map(lambda p: p * 0.9, params)  # noqa: E731
+
+    def decay(params):
+        return jax.tree.map(lambda p: p * 0.9, params)
+
     fitted = jaxmem.fit(decay, budget="1.5MiB", donate_argnums=0, progress=False)
     assert fitted.plan(params).argument_bytes == 2**20
     assert fitted(params)[0].sharding.spec == PartitionSpec("d")
@@ -105,7 +108,10 @@ def another_device() -> None:
 
 def ambient_mesh() -> None:
     """The mesh that is set when a step is called is part of what it means."""
-    constrain = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("d"))  # noqa: E731
+
+    def constrain(x):
+        return jax.lax.with_sharding_constraint(x, PartitionSpec("d"))
+
     fitted = jaxmem.fit(constrain, budget="8MiB", progress=False)
     for size in (4, 2):
         over = Mesh(np.array(jax.devices()[:size]), ("d",), axis_types=(AxisType.Auto,))

@@ -476,7 +476,10 @@ def test_flags_and_numbers_of_equinox_modules_are_python_values():
     assert_same(X * 3, y)
     assert (type(returned.times), type(returned.twice)) == (float, bool)
     dropout = eqx.nn.Sequential([eqx.nn.Dropout(0.5)])
-    drop = lambda model, x, key: model(x, key=key)  # noqa: E731
+
+    def drop(model, x, key):
+        return model(x, key=key)
+
     key = jax.random.key(0)
     assert_same(
         eqx.filter_jit(drop)(dropout, X, key), jaxmem.fit(drop, budget="1MiB")(dropout, X, key)
