@@ -12,6 +12,8 @@ from jaxmem.program.primitives import Kind, kind_of
 
 # Late buffers that are looked at for the youngest one.
 _MOST_YOUNG = 16
+# What is never fused into whatever reads it.
+_BUFFERS = frozenset([Kind.OPAQUE, Kind.REDUCE])
 
 Turns = Sequence[tuple[int, frozenset[str] | None]]
 """Positions of turns and the names kept across each; ``None`` marks a place and drops nothing."""
@@ -32,6 +34,7 @@ class Facts:
         carried: for the joint iteration of a scan pair, how many outputs the forward scan hands to
             its next iteration: the early part gives them away before the late part starts.
         ops: its operations; loops inside are already written out.
+        kinds: the kind of each.
         made: the position at which each value is made.
         droppable: name, value and position of everything that may be made again.
         needed_until: the last operation that reads each value, itself or through what is fused
@@ -39,19 +42,18 @@ class Facts:
         read_until: the last operation that reads each value itself.
         depth: how many operations must run one after the other to have each value.
         numbers: values that the compiler knows; nothing is gained by making them again.
-        droppable_values: the values in ``droppable``.
     """
 
     block: Block
     carried: int
     ops: tuple[Op, ...]
+    kinds: tuple[Kind, ...]
     made: dict[Value, int]
     droppable: tuple[tuple[str, Value, int], ...]
     needed_until: dict[Value, int]
     read_until: dict[Value, int]
     depth: dict[Value, int]
     numbers: set[Value]
-    droppable_values: frozenset[Value]
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class Facts:
         returned = {v for v in block.outputs[carried:] if isinstance(v, Value)}
         numbers = repeated_numbers(ops)
         fixed = returned | numbers
+        kinds = tuple([kind_of(op) for op in ops])
         droppable = tuple(
             (kept_name(op, value), value, index)
             for index, op in enumerate(ops)
@@ -73,121 +76,127 @@ class Facts:
             block=block,
             carried=carried,
             ops=tuple(ops),
+            kinds=kinds,
             made=made,
             droppable=droppable,
-            needed_until=_needed_until(ops, returned),
+            needed_until=_needed_until(ops, kinds, returned),
             read_until={v: index for index, op in enumerate(ops) for v in op.values}
             | dict.fromkeys(returned, len(ops)),
             depth=_depth(ops, numbers),
             numbers=numbers,
-            droppable_values=frozenset(v for _, v, _ in droppable),
         )
 
 
 class Level:
-    """Writes out one line; loops inside it are already written out."""
+    """Writes out one line; loops inside it are already written out.
+
+    Attributes:
+        dropped: the values dropped at the turns that were passed.
+        gone: those of them that were not made again yet.
+        again: the latest copy of each that was.
+        fresh: values kept across a turn that nothing late has read yet.
+        late: what stands behind a barrier for a value that went through one.
+        touched: everything above; an operation that reads none of it stays as it is.
+    """
 
     def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, host: bool):
         self.facts, self.ops, self.made = facts, facts.ops, facts.made
-        self.turns, self.barriers, self.host = turns, barriers, host
-        self.drops = self._drops()
-        self.again: dict[tuple[Value, int], Value] = {}
+        self.barriers, self.host = barriers, host
+        self.turns = [(turn, self._dropped_at(turn, kept)) for turn, kept in turns]
+        self.leaving = {v for _, values in self.turns for v in values}
+        self.turn = 0
+        self.dropped: set[Value] = set()
+        self.gone: set[Value] = set()
+        self.again: dict[Value, Value] = {}
+        self.fresh: set[Value] = set()
+        self.late: dict[Value, Value] = {}
+        self.touched: set[Value] = set()
         self.inputs = frozenset(facts.block.inputs)
         self.numbers = itertools.count(1)
         self.behind: set[Value] = set()
         self.emitted: list[Op] = []
+        self.noted = 0
         self.young: list[Value] = []
         self.pending: list[Value] = []
-        self.late: dict[Value, Value] = {}
 
-    def _drops(self) -> dict[Value, tuple[int, ...]]:
-        """For each value that is dropped at all, the turns across which it is not kept."""
-        drops: dict[Value, tuple[int, ...]] = {}
-        for turn, kept in self.turns:
-            if kept is None:
-                continue
-            for name, value, index in self.facts.droppable:
-                if index < turn and name not in kept:
-                    drops[value] = (*drops.get(value, ()), turn)
-        return drops
+    def _dropped_at(self, turn: int, kept: frozenset[str] | None) -> list[Value]:
+        """The values made before ``turn`` that are not kept across it."""
+        if kept is None:
+            return []
+        before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
+        return [value for name, value, _ in before if name not in kept]
 
     def run(self) -> tuple[Block, int]:
         """The written-out block, and the position of its first late operation."""
         end = len(self.ops)
         first_turn = min(self.turns[0][0], end) if self.turns else end
         self.emitted.extend(self.ops[:first_turn])
+        self.noted = first_turn
+        turns = dict(self.turns)
         for index in range(first_turn, end):
+            if index in turns:
+                self._pass(index, turns[index])
             self._emit_late(index, self.ops[index])
         block = self.facts.block
         carried = block.outputs[: self.facts.carried]
-        rest = [
-            self._now(v, end) if isinstance(v, Value) else v for v in block.outputs[len(carried) :]
-        ]
+        rest = [self._now(v) if isinstance(v, Value) else v for v in block.outputs[len(carried) :]]
         outputs = (*carried, *rest)
         return Block(block.path, block.inputs, tuple(self.emitted), outputs), first_turn
 
+    def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
+        """A turn: what it drops is gone from here on, what it keeps is fresh."""
+        self.turn = turn
+        self.dropped.update(dropped)
+        self.gone.update(dropped)
+        for value in dropped:
+            self.again.pop(value, None)
+        if self.barriers:
+            before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
+            self.fresh.update([v for _, v, _ in before])
+            self.fresh.difference_update(self.dropped, self.late)
+        self.touched.update(self.dropped, self.fresh)
+
     def _emit_late(self, index: int, op: Op) -> None:
-        drops = self.drops
-        missing = [v for v in op.values if v in drops and self._missing(v, index)]
-        if missing:
-            self._rebuild(missing, index, op)
-        if self.barriers:
-            self._hold_back(index, op)
-        late = self.late
-        if any(v in drops or v in late for v in op.values):
-            inputs = [self._now(v, index) if isinstance(v, Value) else v for v in op.inputs]
-            op = Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)
+        if not self.touched.isdisjoint(op.values):
+            missing = [v for v in op.values if v in self.gone]
+            if missing:
+                self._rebuild(missing, index, op)
+            kept = [v for v in op.values if v in self.fresh]
+            if kept:
+                self._hold_back(kept, index, op)
+            if any(v in self.again or v in self.late for v in op.values):
+                inputs = [self._now(v) if isinstance(v, Value) else v for v in op.inputs]
+                op = Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)
         self.emitted.append(op)
-        if self.barriers:
-            self._note(op)
 
-    def _note(self, op: Op) -> None:
-        """Remember the results of a late operation that barriers may wait for."""
-        made = [v for v in op.outputs if v not in self.drops]
-        self.pending.extend(made)
-        if kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
-            self.young.extend(made)
-
-    def _age(self, value: Value, index: int) -> int:
-        """How many turns ``value`` was dropped at before position ``index``."""
-        dropped = self.drops.get(value)
-        return 0 if dropped is None else sum([t <= index for t in dropped])
-
-    def _missing(self, value: Value, index: int) -> bool:
-        age = self._age(value, index)
-        return age > 0 and (value, age) not in self.again
-
-    def _now(self, value: Value, index: int) -> Value:
-        """What stands for ``value`` at position ``index``: itself or its latest copy."""
-        age = self._age(value, index)
-        now = self.again[value, age] if age else value
+    def _now(self, value: Value) -> Value:
+        """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""
+        now = self.again.get(value, value)
         return self.late.get(now, now)
 
-    def _hold_back(self, index: int, use: Op) -> None:
+    def _note(self, index: int) -> None:
+        """Remember the late results made before ``index`` that barriers may wait for."""
+        for position in range(self.noted, index):
+            made = [v for v in self.ops[position].outputs if v not in self.leaving]
+            self.pending += made
+            if self.facts.kinds[position] in _BUFFERS:
+                self.young += made
+        self.noted = index
+
+    def _hold_back(self, kept: Sequence[Value], index: int, use: Op) -> None:
         """Put what was kept behind a barrier before a late operation first reads it as it is.
 
         Otherwise what XLA makes of it twice, such as the padding that a convolution needs in both
         passes, is made once and stays alive from the first time to the second.
         """
-        droppable = self.facts.droppable_values
-        turn = self._turn(index)
-        kept = [
-            v
-            for v in use.values
-            if v in droppable
-            and self.made[v] < turn
-            and v not in self.late
-            and not self._age(v, index)
-        ]
-        if kept:
-            waited = self._trigger(index, use)
-            if sum([v.nbytes for v in waited]) > sum([v.nbytes for v in kept]):
-                waited = [v for v in waited if v in self.young]
-            behind = self._barrier(use, kept, waited, "jaxmem.late")
-            self.late.update((v, behind[v]) for v in kept)
+        waited = self._trigger(index, use)
+        if sum([v.nbytes for v in waited]) > sum([v.nbytes for v in kept]):
+            waited = [v for v in waited if v in self.young]
+        behind = self._barrier(use, kept, waited, "jaxmem.late")
+        self._stands_for({v: behind[v] for v in kept})
 
     def _rebuild(self, missing: Sequence[Value], index: int, use: Op) -> None:
-        positions = self._positions(missing, index)
+        positions = self._positions(missing)
         # A slash would start a new name in the name stack, and the compiled program is searched.
         place = self.facts.block.path.replace("/", "_") or "step"
         tag = f"jaxmem.recompute.{place}.{next(self.numbers)}"
@@ -196,18 +205,18 @@ class Level:
             op = self.ops[position]
             inputs: list[Atom] = []
             for atom in op.inputs:
-                now = self._now(atom, index) if isinstance(atom, Value) else atom
+                now = self._now(atom) if isinstance(atom, Value) else atom
                 inputs.append(stand_in.get(now, now) if isinstance(now, Value) else now)
             results = tuple([v.like() for v in op.outputs])
             if any(a in self.behind for a in inputs if isinstance(a, Value)):
                 self.behind.update(results)
             self.emitted.append(Op(op.eqn, inputs, results, op.loop, tag, origin=op.origin))
             for value, copy in zip(op.outputs, results, strict=True):
-                age = self._age(value, index)
-                if age:
-                    self.again[value, age] = copy
+                if value in self.dropped:
+                    self.gone.discard(value)
+                    self.again[value] = copy
 
-    def _positions(self, missing: Sequence[Value], index: int) -> list[int]:
+    def _positions(self, missing: Sequence[Value]) -> list[int]:
         """Positions of all operations that must run again to have ``missing``, in order."""
         positions: set[int] = set()
         stack = list(missing)
@@ -216,7 +225,7 @@ class Level:
             if position in positions:
                 continue
             positions.add(position)
-            stack.extend([v for v in self.ops[position].values if self._missing(v, index)])
+            stack.extend([v for v in self.ops[position].values if v in self.gone])
         return sorted(positions)
 
     def _protect(
@@ -239,7 +248,7 @@ class Level:
                 if value in here:
                     safe = safe or value in protected
                     continue
-                now = self._now(value, index)
+                now = self._now(value)
                 own.append(now)
                 kept = now is value or now is self.late.get(value)
                 if kept and now not in self.inputs and value not in self.facts.numbers:
@@ -272,9 +281,14 @@ class Level:
         behind = dict(zip(operands, results, strict=True))
         self.behind.update(results)
         self.emitted.append(Op(use.eqn, operands, results, None, tag, barrier=True))
-        for value in waited:
-            self.late[value] = behind[self.late.get(value, value)]
+        self._stands_for({v: behind[self.late.get(v, v)] for v in waited})
         return behind
+
+    def _stands_for(self, behind: dict[Value, Value]) -> None:
+        """From here on the values of ``behind`` are read instead of its keys."""
+        self.late.update(behind)
+        self.fresh.difference_update(behind)
+        self.touched.update(behind)
 
     def _finished(self, index: int, made_again: int) -> list[Value]:
         """What was made since the last barrier and is read again only after this recomputation.
@@ -284,6 +298,7 @@ class Level:
         skip connection was cut out of three times its bytes only there. The barrier waits for it,
         so that the order of the schedule is the order that is run.
         """
+        self._note(index)
         waiting, self.pending = self.pending, []
         return [v for v in waiting if self._settled(v, index, made_again)]
 
@@ -297,26 +312,22 @@ class Level:
         16 without them); XLA:GPU makes less (15 MiB, and 12 with them).
         """
         op, facts = self.ops[self.made[value]], self.facts
-        if kind_of(op) in (Kind.OPAQUE, Kind.REDUCE):
+        if facts.kinds[self.made[value]] in _BUFFERS:
             return facts.needed_until.get(value, -1) >= index
         if self.host or value.nbytes > made_again or value in facts.numbers:
             return False
         if facts.read_until.get(value, -1) < index:
             return False
-        turn = self._turn(index)
-        late = [v for v in op.values if self.made.get(v, -1) >= turn]
+        late = [v for v in op.values if self.made.get(v, -1) >= self.turn]
         done_with = all(facts.read_until[v] < index for v in late)
         return done_with and sum([v.nbytes for v in late]) >= value.nbytes
 
-    def _turn(self, index: int) -> int:
-        return max(t for t, _ in self.turns if t <= index)
-
-    def _before_broadcast(self, value: Value, turn: int) -> Value:
+    def _before_broadcast(self, value: Value) -> Value:
         """The late value that ``value`` is a larger, element-wise function of; itself if none."""
         while True:
-            op = self.ops[self.made[value]]
-            late = [v for v in op.values if self.made.get(v, -1) >= turn]
-            if kind_of(op) not in (Kind.ALIAS, Kind.FUSED) or not late:
+            position = self.made[value]
+            late = [v for v in self.ops[position].values if self.made.get(v, -1) >= self.turn]
+            if self.facts.kinds[position] in _BUFFERS or not late:
                 return value
             if sum([v.nbytes for v in late]) >= value.nbytes:
                 return value
@@ -328,11 +339,11 @@ class Level:
         The youngest buffer if there is one, for a value that is fused with its readers would have
         to be written out; otherwise the youngest late operand.
         """
+        self._note(index)
         read_until, depth = self.facts.read_until, self.facts.depth
         self.young = [v for v in self.young if read_until.get(v, -1) >= index][-_MOST_YOUNG:]
-        turn = self._turn(index)
         late = self.young or [
-            self._before_broadcast(v, turn) for v in use.values if self.made.get(v, -1) >= turn
+            self._before_broadcast(v) for v in use.values if self.made.get(v, -1) >= self.turn
         ]
         youngest = max(late, key=lambda v: (depth[v], self.made[v]), default=None)
         return [] if youngest is None else [youngest]
@@ -348,13 +359,15 @@ def _depth(ops: Sequence[Op], numbers: set[Value]) -> dict[Value, int]:
     return depth
 
 
-def _needed_until(ops: Sequence[Op], returned: set[Value]) -> dict[Value, int]:
+def _needed_until(
+    ops: Sequence[Op], kinds: Sequence[Kind], returned: set[Value]
+) -> dict[Value, int]:
     """The last operation that reads each value, itself or through what is fused with it."""
     until: dict[Value, int] = dict.fromkeys(returned, len(ops))
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         position = index
-        if kind_of(op) in (Kind.ALIAS, Kind.FUSED):
+        if kinds[index] not in _BUFFERS:
             position = max((until.get(v, index) for v in op.outputs), default=index)
         for value in op.values:
             if until.get(value, -1) < position:

@@ -49,14 +49,28 @@ class Simulation:
         peak_index: the operation at which that happens.
         timeline: temporary bytes live while each operation runs.
         seconds: predicted time.
-        lifetimes: every temporary buffer.
+        made: the buffers that each operation writes.
+        ends: the last operation that reads each of them.
+        results: those that are results of the step.
     """
 
     temp_bytes: int
     peak_index: int
     timeline: tuple[int, ...]
     seconds: float
-    lifetimes: tuple[Lifetime, ...]
+    made: tuple[tuple[Value, ...], ...]
+    ends: dict[Value, int]
+    results: set[Value]
+
+    @property
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """Every temporary buffer."""
+        return tuple(
+            Lifetime(value, start, self.ends[value])
+            for start, made in enumerate(self.made)
+            for value in made
+            if value not in self.results
+        )
 
 
 @dataclass
@@ -95,35 +109,29 @@ class Simulator:
     ) -> Simulation:
         fusion = fuse(inputs, ops, outputs)
         roots, kinds = fusion.roots, fusion.kinds
-        starts, ends = _lifetimes(ops, fusion, (*outputs, *written))
+        ends = _ends(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}
         dying: dict[int, list[Value]] = {}
-        making: dict[int, list[Value]] = {}
-        for value, start in starts.items():
-            making.setdefault(start, []).append(value)
+        for value, end in ends.items():
             if value not in kept_out:
-                dying.setdefault(ends[value], []).append(value)
+                dying.setdefault(end, []).append(value)
         live, seconds, timeline = 0, 0.0, []
-        for index, op in enumerate(ops):
-            made, dead = making.get(index), dying.get(index)
+        for index, (op, kind, made) in enumerate(zip(ops, kinds, fusion.made, strict=True)):
+            dead = dying.get(index)
             now = live
             if made:
                 born = sum([v.nbytes for v in made if v not in kept_out])
                 live += born
-                now = live - (_reused(op, kinds[index], born, dead, made) if dead else 0)
-                seconds += self.seconds(op, kinds[index], roots)
-            if kinds[index] is Kind.OPAQUE:
+                now = live - (_reused(op, kind, born, dead, made) if dead else 0)
+                seconds += self.seconds(op, kind, roots)
+            if kind is Kind.OPAQUE:
                 now += self.working_bytes(op)
             timeline.append(now)
             if dead:
                 live -= sum([v.nbytes for v in dead])
         peak = max(timeline, default=0)
-        spans = tuple(
-            Lifetime(v, start, ends[v]) for v, start in starts.items() if v not in kept_out
-        )
-        return Simulation(
-            peak, timeline.index(peak) if timeline else 0, tuple(timeline), seconds, spans
-        )
+        at = timeline.index(peak) if timeline else 0
+        return Simulation(peak, at, tuple(timeline), seconds, fusion.made, ends, kept_out)
 
     def working_bytes(self, op: Op) -> int:
         """Bytes that live only inside ``op``: a loop's iteration, a call's temporaries."""
@@ -150,28 +158,21 @@ class Simulator:
         return moved / self.rates.bytes_per_second
 
 
-def _lifetimes(
-    ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]
-) -> tuple[dict[Value, int], dict[Value, int]]:
-    """First and last operation at which each buffer that ``ops`` make is live."""
+def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Value, int]:
+    """The last operation at which each buffer that ``ops`` make is live."""
     roots = fusion.roots
-    starts: dict[Value, int] = {}
     ends: dict[Value, int] = {}
-
-    def read(values: Sequence[Value], index: int) -> None:
-        for value in values:
-            for root in roots[value]:
-                if root in ends:
-                    ends[root] = index
-
-    for index, op in enumerate(ops):
-        made = [v for v in op.outputs if fusion.is_buffer(v)]
+    for index, (op, kind, made) in enumerate(zip(ops, fusion.kinds, fusion.made, strict=True)):
         for value in made:
-            starts[value] = ends[value] = index
-        if made or op.barrier or fusion.kinds[index] is Kind.OPAQUE:
-            read(op.values, index)
-    read([v for v in outputs if isinstance(v, Value)], len(ops) - 1)
-    return starts, ends
+            ends[value] = index
+        if made or kind is Kind.OPAQUE or op.barrier:
+            for value in op.values:
+                for root in roots[value]:
+                    if root in ends:
+                        ends[root] = index
+    returned = [root for v in outputs if isinstance(v, Value) for root in roots[v]]
+    ends.update({root: len(ops) - 1 for root in returned if root in ends})
+    return ends
 
 
 def _reused(op: Op, kind: Kind, born: int, dying: Sequence[Value], made: Sequence[Value]) -> int:

@@ -28,10 +28,12 @@ class Fusion:
     Attributes:
         roots: for each value, the buffers that must be live to have it; ``(value,)`` for a buffer.
         kinds: the kind of each operation, by position.
+        made: the buffers that each operation writes, by position.
     """
 
     roots: dict[Value, tuple[Value, ...]]
     kinds: tuple[Kind, ...]
+    made: tuple[tuple[Value, ...], ...]
 
     def is_buffer(self, value: Value) -> bool:
         """Whether ``value`` has bytes of its own."""
@@ -41,36 +43,42 @@ class Fusion:
 
 def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer."""
-    kinds = tuple(kind_of(op) for op in ops)
+    kinds = tuple([kind_of(op) for op in ops])
     demanded, readers = _demand(ops, kinds, outputs)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
+    made: list[tuple[Value, ...]] = []
     for op, kind in zip(ops, kinds, strict=True):
-        if kind is Kind.ALIAS:
-            for position, result in enumerate(op.outputs):
-                source = op.inputs[position if op.barrier else 0]
-                roots[result] = roots[source] if isinstance(source, Value) else (result,)
-        elif kind is Kind.FUSED:
+        written: tuple[Value, ...] = ()
+        if kind is Kind.FUSED:
             merged = _merged(op, roots)
             for result in op.outputs:
-                shared = readers.get(result, 0) > 1 and (
-                    sum(root.nbytes for root in merged) > _SHARING_RATIO * result.nbytes
-                )
-                real = result in demanded or shared or len(merged) > _MOST_ROOTS
+                real = result in demanded or len(merged) > _MOST_ROOTS
+                if not real and readers.get(result, 0) > 1:
+                    read = sum([root.nbytes for root in merged])
+                    real = read > _SHARING_RATIO * result.nbytes
+                if real:
+                    written = (*written, result)
                 roots[result] = (result,) if real else merged
+        elif kind is Kind.ALIAS:
+            for position, result in enumerate(op.outputs):
+                source = op.inputs[position if op.barrier else 0]
+                if isinstance(source, Value):
+                    roots[result] = roots[source]
+                else:
+                    roots[result] = (result,)
+                    written = (*written, result)
         else:
-            for result in op.outputs:
+            written = tuple(op.outputs)
+            for result in written:
                 roots[result] = (result,)
-    return Fusion(roots, kinds)
+        made.append(written)
+    return Fusion(roots, kinds, tuple(made))
 
 
 def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
     if len(op.values) == 1:
         return roots[op.values[0]]
-    merged: dict[Value, None] = {}
-    for value in op.values:
-        for root in roots[value]:
-            merged[root] = None
-    return tuple(merged)
+    return tuple(dict.fromkeys([root for value in op.values for root in roots[value]]))
 
 
 def _demand(
@@ -79,7 +87,7 @@ def _demand(
     """Values that something unfusable reads, and how many operations read each value."""
     demanded = {value for value in outputs if isinstance(value, Value)}
     readers: dict[Value, int] = {}
-    constants = repeated_numbers(ops)
+    constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
         if kind is Kind.ALIAS and not op.barrier:
             value, result = op.inputs[0], op.outputs[0]

@@ -29,7 +29,9 @@ class Value:
 
     def like(self) -> Value:
         """A new value of the same shape and dtype: what a recomputation produces."""
-        return Value(self.aval)
+        made = Value.__new__(Value)
+        made.aval, made.key, made.nbytes = self.aval, None, self.nbytes
+        return made
 
     def __repr__(self) -> str:
         return f"Value({self.key}: {self.aval})"
@@ -82,7 +84,7 @@ class Op:
         self.recompute = recompute
         self.barrier = barrier
         self._origin = origin
-        self.values = tuple(dict.fromkeys(v for v in inputs if isinstance(v, Value)))
+        self.values = tuple(dict.fromkeys([v for v in inputs if isinstance(v, Value)]))
 
     @property
     def origin(self) -> Op:
