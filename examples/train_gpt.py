@@ -118,7 +118,7 @@ class Run:
 
 def compiled_bytes(step: Any, *args: Any) -> int:
     """What the compiler says the whole step needs, without asking the plan."""
-    memory = step.lower(*args).memory_analysis()
+    memory = step.lower(*args).compile().memory_analysis()
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

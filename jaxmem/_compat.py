@@ -28,11 +28,6 @@ def scan_arity(params: dict[str, Any]) -> ScanArity:
     return ScanArity(len(consts), len(carry))
 
 
-def while_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants of a ``while`` equation's condition and body."""
-    return params["cond_nconsts"], params["body_nconsts"]
-
-
 def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:
     """``eqn`` with ``name`` appended to its name stack; XLA carries it as ``op_name`` metadata."""
     info = eqn.source_info

@@ -25,7 +25,14 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jaxmem
-from jaxmem.errors import BudgetInfeasibleError, EntryPointError, JaxmemError, is_library
+from jaxmem.errors import (
+    BudgetError,
+    BudgetInfeasibleError,
+    EntryPointError,
+    JaxmemError,
+    UnknownTargetError,
+    is_library,
+)
 
 FITS, FAILED, DOES_NOT_FIT, WRONG_USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 64, 130, 141
 
@@ -39,6 +46,8 @@ directory is searched first; a file works too: train.py:entry.
       return train_step, (state, tokens)
 """
 _WANTED = "It must return (step, example_args), for instance: return train_step, (state, batch)"
+# What --budget and --target say; BudgetInfeasibleError is another thing.
+_WRONG_OPTIONS = (BudgetError, UnknownTargetError)
 _EXIT_HELP = "exit codes: 0 fits, 2 does not fit, 64 wrong usage, 1 any other error"
 
 
@@ -81,7 +90,7 @@ def _answered(options: argparse.Namespace) -> int:
             return DOES_NOT_FIT
         if not options.traceback:
             print(_cleaned(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return FAILED
+        return WRONG_USAGE if isinstance(error, _WRONG_OPTIONS) else FAILED
 
 
 def _cleaned(message: str) -> str:

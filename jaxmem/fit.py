@@ -89,9 +89,13 @@ class FittedStep:
         """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s. Runs nothing."""
         return self._planned(args, kwargs)[1].plan
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-        """JAX's compiled object of the planned program, for the target."""
-        return self._planned(args, kwargs)[1].compiled.executable
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """JAX's lowered object of the planned program, for the target, as ``jax.jit`` gives it.
+
+        Its arguments are the array leaves, one by one. ``.compile()`` costs nothing more: it
+        gives the executable that was planned, with its ``memory_analysis()`` and ``as_text()``.
+        """
+        return self._planned(args, kwargs)[1].compiled.lowered
 
     def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
         """Where the peak of the planned program is and what fills it."""
@@ -149,7 +153,7 @@ class BoundStep:
         """As :meth:`FittedStep.plan`."""
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As :meth:`FittedStep.lower`."""
         return self.__func__.lower(self.__self__, *args, **kwargs)
 

@@ -102,7 +102,7 @@ def _fit(problem: Problem, budget: int, target: str, reference: Any, verdict: Ve
         step, budget=budget, target=target, donate_argnums=problem.donate, progress=False
     )
     plan = fitted.plan(*args)
-    compiled = fitted.lower(*args)
+    compiled = fitted.lower(*args).compile()
     verdict.predicted_bytes = plan.predicted_bytes
     verdict.compiled_bytes = total_bytes(compiled)
     verdict.compiles, verdict.solver = len(plan.rounds), plan.solver

@@ -303,7 +303,7 @@ def test_planning_never_runs_the_step():
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), DEEP_ARGS)
     for args in (DEEP_ARGS, shapes):
         assert fitted.plan(*args).recomputed()
-        assert fitted.lower(*args).memory_analysis() is not None
+        assert fitted.lower(*args).compile().memory_analysis() is not None
         assert fitted.report(*args).compiled_bytes <= fitted.plan(*args).budget_bytes
         fitted.place(*args)
     jaxmem.analyze(step, *shapes)
@@ -321,7 +321,7 @@ def test_place_returns_every_argument_as_it_is_used(planned_deep):
 
 
 def test_what_lower_returns_is_what_is_run(planned_deep):
-    compiled = planned_deep.lower(*DEEP_ARGS)
+    compiled = planned_deep.lower(*DEEP_ARGS).compile()
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     total = held + memory.temp_size_in_bytes - memory.alias_size_in_bytes
@@ -434,7 +434,7 @@ def test_a_fitted_method_of_a_plain_object():
     assert_same(X * 0.5, trainer.step(X))
     assert trainer.step.plan(SHAPE).function == "step"
     assert trainer.step.report(SHAPE).function == "step"
-    assert trainer.step.lower(X).memory_analysis() is not None
+    assert trainer.step.lower(X).compile().memory_analysis() is not None
     assert_same((X,), trainer.step.place(np.asarray(X)))
     assert jaxmem.plan(trainer.step, SHAPE) == trainer.step.plan(SHAPE)
 
@@ -570,6 +570,14 @@ def test_a_plan_is_followed_without_searching(planned_deep, tmp_path, monkeypatc
     assert [r.name for r in followed.rounds] == ["as planned"]
     assert_same(planned_deep(*DEEP_ARGS), again(*DEEP_ARGS), multiple=0)
     assert searched == []
+
+
+def test_a_plan_sets_no_options_but_those_of_jaxmem(planned_deep):
+    plan = planned_deep.plan(*DEEP_ARGS)
+    assert dict(plan.options)
+    changed = dataclasses.replace(plan, options=(("xla_dump_to", "/somewhere"),))
+    with pytest.raises(jaxmem.PlanMismatchError, match="compiler options"):
+        jaxmem.fit(deep, budget=DEEP_BUDGET, plan=changed, progress=False)(*DEEP_ARGS)
 
 
 def test_a_keep_all_plan_is_followed():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxmem.errors import PlanMismatchError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Action = Literal["keep", "recompute"]
 
 
@@ -108,6 +108,7 @@ class Plan:
         notes: anything the user should know (for instance: runs here, planned for another GPU).
         fingerprint: hash of the program the plan belongs to.
         kept: what is kept across each turn; empty where the program is unchanged.
+        options: names and values of the XLA options the program is compiled with.
     """
 
     function: str
@@ -128,6 +129,7 @@ class Plan:
     fingerprint: str
     kept: tuple[Kept, ...] = ()
     notes: tuple[str, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
     schema_version: int = field(default=SCHEMA_VERSION)
 
@@ -163,7 +165,7 @@ class Plan:
             )
         try:
             return cls(**_decoded(dict(data)))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanMismatchError(f"plan file is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -191,4 +193,6 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     rounds = tuple(Round(**r) for r in data.pop("rounds"))
     notes = tuple(data.pop("notes"))
     kept = tuple(Kept(**{**k, "names": tuple(k["names"])}) for k in data.pop("kept"))
-    return {**data, "decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
+    options = tuple((name, value) for name, value in data.pop("options"))
+    lists = {"decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
+    return {**data, **lists, "options": options}

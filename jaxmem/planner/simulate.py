@@ -50,7 +50,8 @@ class Simulation:
         timeline: temporary bytes live while each operation runs.
         seconds: predicted time.
         made: the buffers that each operation writes.
-        ends: the last operation that reads each of them.
+        ends: the last operation at which each of them is live; what is written over in place is
+            not counted at the operation that does so.
         results: those that are results of the step.
     """
 
@@ -116,13 +117,18 @@ class Simulator:
             if value not in kept_out:
                 dying.setdefault(end, []).append(value)
         live, seconds, timeline = 0, 0.0, []
+        replaced: dict[Value, int] = {}
         for index, (op, kind, made) in enumerate(zip(ops, kinds, fusion.made, strict=True)):
             dead = dying.get(index)
             now = live
             if made:
-                born = sum([v.nbytes for v in made if v not in kept_out])
-                live += born
-                now = live - (_reused(op, kind, born, dead, made) if dead else 0)
+                born = [v for v in made if v not in kept_out]
+                live += sum([v.nbytes for v in born])
+                now = live
+                if dead and born:
+                    over = _written_over(op, kind, born, dead)
+                    now -= sum([v.nbytes for v in over])
+                    replaced.update(dict.fromkeys(over, index))
                 seconds += self.seconds(op, kind, roots)
             if kind is Kind.OPAQUE:
                 now += self.working_bytes(op)
@@ -131,18 +137,26 @@ class Simulator:
                 live -= sum([v.nbytes for v in dead])
         peak = max(timeline, default=0)
         at = timeline.index(peak) if timeline else 0
+        ends.update({value: index - 1 for value, index in replaced.items()})
         return Simulation(peak, at, tuple(timeline), seconds, fusion.made, ends, kept_out)
 
     def working_bytes(self, op: Op) -> int:
         """Bytes that live only inside ``op``: a loop's iteration, a call's temporaries."""
-        if op.loop is not None:
-            return self.body(op.loop.body, op.loop.num_carry).temp_bytes
-        known = self._inner.get(op.origin)
+        known = self._inner.get(op.origin) if op.loop is None else None
         if known is None:
-            blocks = () if op.barrier else opened(op.eqn)
-            known = max((self.body(b, len(b.outputs)).temp_bytes for b in blocks), default=0)
-            self._inner[op.origin] = known
+            inner = self.inside(op)
+            known = inner[1].temp_bytes if inner else 0
+            if op.loop is None:
+                self._inner[op.origin] = known
         return known
+
+    def inside(self, op: Op) -> tuple[Block, Simulation] | None:
+        """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""
+        if op.loop is not None:
+            return op.loop.body, self.body(op.loop.body, op.loop.num_carry)
+        blocks = () if op.barrier else opened(op.eqn)
+        simulated = [(block, self.body(block, len(block.outputs))) for block in blocks]
+        return max(simulated, key=lambda pair: pair[1].temp_bytes, default=None)
 
     def seconds(self, op: Op, kind: Kind, roots: dict) -> float:
         """Predicted time of one operation that makes a buffer."""
@@ -175,16 +189,15 @@ def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Va
     return ends
 
 
-def _reused(op: Op, kind: Kind, born: int, dying: Sequence[Value], made: Sequence[Value]) -> int:
-    """Bytes of an operand that dies here and that the result is written over."""
-    if not born or not dying:
-        return 0
+def _written_over(op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value]) -> list[Value]:
+    """The operands that die here and that results of the same size are written over."""
     if kind is not Kind.FUSED and op.name not in _IN_PLACE:
-        return 0
-    free = sorted((v.nbytes for v in dying if v not in made), reverse=True)
-    reused = 0
-    for size in sorted((v.nbytes for v in made), reverse=True):
-        if size in free:
-            free.remove(size)
-            reused += size
-    return min(reused, born)
+        return []
+    free = [v for v in dying if v not in born]
+    over = []
+    for result in born:
+        operand = next((v for v in free if v.nbytes == result.nbytes), None)
+        if operand is not None:
+            free.remove(operand)
+            over.append(operand)
+    return over

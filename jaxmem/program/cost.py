@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxmem.program.ir import Op, Value, aval_bytes
+from jaxmem.program.ir import Op, aval_bytes
 from jaxmem.program.primitives import inner_jaxprs
 
 
@@ -73,8 +73,3 @@ def arithmetic(eqn) -> float:
     per_input = math.prod(kernel) / max(kernel[numbers.rhs_spec[1]], 1)
     groups = eqn.params["feature_group_count"]
     return 2.0 * math.prod(eqn.invars[0].aval.shape) * per_input / groups
-
-
-def value_bytes(values) -> int:
-    """Bytes of all distinct values in ``values``."""
-    return sum(v.nbytes for v in {v for v in values if isinstance(v, Value)})

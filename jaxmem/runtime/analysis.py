@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.planner.simulate import Lifetime, Simulation, Simulator
 from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Block, Op, Program, Value
+from jaxmem.program.ir import Atom, Block, Op, Program, Value, aval_bytes
 from jaxmem.program.loops import is_backward, nest
 from jaxmem.program.source import checkpoint_names, origin_of
 from jaxmem.targets.compiling import Compiled
@@ -30,7 +30,8 @@ def report_on(program: Program, target: Target, block: Block, compiled: Compiled
     buffers = [*_arguments(program, simulation), *_results(program, block, simulation)]
     names = checkpoint_names(nest(program.block))
     buffers += _temporaries(block, simulation, names)
-    buffers += _inside(block, simulation, simulator, names)
+    at = simulation.peak_index
+    buffers += _inside(block, simulation, simulator, names, at)
     return MemoryReport(
         function=program.name,
         target=target.name,
@@ -49,7 +50,7 @@ def report_on(program: Program, target: Target, block: Block, compiled: Compiled
     )
 
 
-def _array(value: Value) -> tuple[tuple[int, ...], str]:
+def _array(value: Atom) -> tuple[tuple[int, ...], str]:
     return tuple(getattr(value.aval, "shape", ())), str(getattr(value.aval, "dtype", ""))
 
 
@@ -73,12 +74,12 @@ def _results(program: Program, block: Block, simulation: Simulation) -> Iterator
     end = max(0, len(simulation.timeline) - 1)
     shared = program.aliased_results
     for number, (leaf, atom) in enumerate(zip(program.results, block.outputs, strict=True)):
-        if number in shared or not isinstance(atom, Value):
+        if number in shared:
             continue
         shape, dtype = _array(atom)
         yield Buffer(
             f"result{leaf.path}",
-            atom.nbytes,
+            aval_bytes(atom.aval),
             "output",
             0,
             end,
@@ -113,20 +114,18 @@ def _maker(op: Op, value: Value) -> tuple[Op, Value]:
 
 
 def _inside(
-    block: Block, simulation: Simulation, simulator: Simulator, names: dict[Value, str]
+    block: Block, simulation: Simulation, simulator: Simulator, names: dict[Value, str], at: int
 ) -> Iterator[Buffer]:
-    """What lives only inside the loop that runs at the peak."""
-    if not block.ops:
+    """What lives only inside the loop, or the region left whole, that runs at the peak."""
+    inner = simulator.inside(block.ops[simulation.peak_index]) if block.ops else None
+    if inner is None:
         return
-    at = simulation.peak_index
-    loop = block.ops[at].loop
-    if loop is None:
-        return
-    body = simulator.body(loop.body, loop.num_carry)
-    made = {v: op for op in loop.body.ops for v in op.outputs}
-    for span in body.lifetimes:
-        if span.start <= body.peak_index <= span.end:
+    body, running = inner
+    made = {v: op for op in body.ops for v in op.outputs}
+    for span in running.lifetimes:
+        if span.start <= running.peak_index <= span.end:
             yield _buffer(made[span.value], Lifetime(span.value, at, at), names, "temporary")
+    yield from _inside(body, running, simulator, names, at)
 
 
 def _buffer(

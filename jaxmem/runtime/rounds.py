@@ -28,7 +28,7 @@ from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
-# As written (twice on a CPU), a trial of compiler options (on a CPU, of the smallest program), at
+# As written (twice on a CPU), the smallest program (on a CPU once more with other options), at
 # most four searches that do not fit, then at most five of the smallest programs, which are the
 # same whatever the budget is: so the smallest budget that an error names is always reached.
 _MOST_SEARCHES = 6
@@ -95,22 +95,28 @@ class Planner:
         return self._compiled[key]
 
     @functools.cached_property
-    def options(self) -> Mapping[str, str]:
-        """The compiler options that make least of the smallest schedule; none on a GPU."""
+    def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:
+        """The smallest schedule under each set of compiler options; none where there is one."""
         choices = memory_schedules(self.target)
         if len(choices) == 1 or not self.search.choices:
-            return choices[-1]
+            return ()
         smallest = self.search.bases()[0]
-        sizes = [self.compile(smallest, options=o).memory.total_bytes for o in choices]
-        return choices[sizes.index(min(sizes))]
+        return tuple((o, self.compile(smallest, options=o)) for o in choices)
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """The compiler options that make least of the smallest schedule; none on a GPU."""
+        if not self.trials:
+            return memory_schedules(self.target)[-1]
+        return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
 
     def keep_all(self) -> Compiled:
-        """The program as written, compiled for the target just as ``jax.jit`` would."""
+        """The program as written, compiled for the target; on a GPU without XLA's own remat."""
         return self.compile(None, options={})
 
-    def attempt(self, solution: Solution) -> Attempt:
+    def attempt(self, solution: Solution, *, options: Mapping[str, str] | None = None) -> Attempt:
         """A solution compiled and checked; what the compiler undid is kept from now on."""
-        compiled = self.compile(solution)
+        compiled = self.compile(solution, options=options)
         if not self.check:
             return Attempt(solution, compiled, "")
         merged = verify.undone(self.block(solution), compiled.hlo_text())
@@ -171,6 +177,7 @@ class _Rounds:
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
         self.fitting: list[tuple[Solution, Compiled, int]] = []
+        self.trialled: set[int] = set()
         self.scale = 1.0
         self.fixed = planner.program.fixed_bytes
 
@@ -181,6 +188,7 @@ class _Rounds:
         if plain.memory.total_bytes <= self.budget:
             predicted = self.rounds[-1].predicted_bytes
             return Outcome(self._plan(None, predicted, plain), self.planner.program.block, plain)
+        self._note_trials()
         self._tighten()
         if not self.fitting:
             self._smallest_first()
@@ -209,30 +217,46 @@ class _Rounds:
             self._note("keep-all, scheduled for memory", predicted, predicted, plain)
         return plain
 
+    def _note_trials(self) -> None:
+        """On a CPU, which order of operations makes least of the smallest program."""
+        if len(memory_schedules(self.planner.target)) > 1:
+            self.report("compiling the smallest program in two orders")
+        for options, compiled in self.planner.trials:
+            order = "memory" if options == memory_schedules(self.planner.target)[-1] else "speed"
+            predicted = self._predicted(self.search.bases()[0])
+            self._note(f"smallest, scheduled for {order}", predicted, predicted, compiled)
+            self.trialled.add(id(compiled))
+
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
         self._check_names(keep)
+        if plan.options and dict(plan.options) not in memory_schedules(self.planner.target):
+            raise PlanMismatchError(
+                f"the plan for {plan.function} sets compiler options that this jaxmem does not "
+                f"use for {plan.target}: {dict(plan.options)}. Plan again."
+            )
         solution = self.search.evaluate(keep) if keep else None
         self.report("compiling the plan")
+        problem, options = "", dict(plan.options)
         if solution is None:
             compiled = self._plain_within_budget()
         else:
             self._announce(solution)
-            compiled = self._record(
-                "as planned", solution.temp_bytes, self.planner.attempt(solution)
-            )
-        last = self.rounds[-1]
-        if not last.fits or last.problem:
+            attempt = self.planner.attempt(solution, options=options)
+            compiled = self._record("as planned", solution.temp_bytes, attempt)
+            problem = attempt.problem
+        total = compiled.memory.total_bytes
+        if total > self.budget or problem:
             raise VerificationError(
-                f"{plan.function}: the plan compiles to {format_bytes(last.compiled_bytes)} here, "
-                f"the budget is {format_bytes(self.budget)}. {last.problem or 'Plan again.'}"
+                f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
+                f"{format_bytes(self.budget)}. {problem or 'Plan again.'}"
             )
         return Outcome(
             replace(
                 plan,
                 budget_bytes=self.budget,
-                compiled_bytes=last.compiled_bytes,
+                compiled_bytes=total,
                 rounds=tuple(self.rounds),
             ),
             self.planner.block(solution),
@@ -294,7 +318,8 @@ class _Rounds:
     def _record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
         solution, compiled = attempt.solution, attempt.compiled
         predicted = self._predicted(solution)
-        self._note(name, self.fixed + limit, predicted, compiled, attempt.problem)
+        if id(compiled) not in self.trialled or attempt.problem:
+            self._note(name, self.fixed + limit, predicted, compiled, attempt.problem)
         self.tried.add(solution.key)
         if solution.temp_bytes:
             self.scale = compiled.memory.temp_bytes / solution.temp_bytes
@@ -342,7 +367,15 @@ class _Rounds:
                 for (path, turn), names in sorted(solution.keep.items() if solution else ())
             ),
             notes=tuple(notes),
+            options=tuple(sorted(self._options(solution, compiled).items())),
         )
+
+    def _options(self, solution: Solution | None, compiled: Compiled) -> Mapping[str, str]:
+        """What a program was compiled with."""
+        planner = self.planner
+        if solution is not None:
+            return planner.options
+        return {} if compiled is planner.keep_all() else memory_schedules(planner.target)[-1]
 
     def _too_big(self) -> BudgetInfeasibleError:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""

@@ -56,6 +56,7 @@ class Compiled:
 
     Attributes:
         target: what it was compiled for.
+        lowered: JAX's own lowered object; its ``compile()`` gives ``executable`` again.
         executable: JAX's own compiled object; callable only where the target is this machine.
         memory: bytes on each device.
         seconds: time that lowering and compiling took.
@@ -63,6 +64,7 @@ class Compiled:
     """
 
     target: Target
+    lowered: jax.stages.Lowered
     executable: jax.stages.Compiled
     memory: CompiledMemory
     seconds: float
@@ -125,16 +127,20 @@ def compile_for(
     started = time.perf_counter()
     here = runs_here(target)
     lower = _lower_here if here else _lower_absent
-    lowered = lower(target, fun, tuple(avals), tuple(donate), out_shardings)
+    jit = functools.partial(
+        jax.jit,
+        donate_argnums=tuple(donate),
+        keep_unused=True,
+        compiler_options=_options(target, here, options or {}, xla_remat),
+    )
+    lowered = lower(target, jit, fun, tuple(avals), out_shardings)
     try:
-        executable = lowered.compile(
-            compiler_options=_options(target, here, options or {}, xla_remat)
-        )
+        executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         topology.explain_missing_toolchain(error)
         raise
     return Compiled(
-        target, executable, read_memory(executable), time.perf_counter() - started, here
+        target, lowered, executable, read_memory(executable), time.perf_counter() - started, here
     )
 
 
@@ -211,15 +217,14 @@ def read_memory(executable: jax.stages.Compiled) -> CompiledMemory:
     )
 
 
-def _lower_here(target: Target, fun: Any, avals: Any, donate: Any, out_shardings: Any) -> Any:
+def _lower_here(target: Target, jit: Any, fun: Any, avals: Any, out_shardings: Any) -> Any:
     away = target.platform == "cpu" and jax.default_backend() != "cpu"
     cpu = SingleDeviceSharding(jax.devices("cpu")[0]) if away else None
     placed = jax.tree.map(lambda aval: _with_sharding(aval, _given_sharding(aval) or cpu), avals)
-    jitted = jax.jit(fun, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
-    return jitted.lower(*placed)
+    return jit(fun, out_shardings=out_shardings).lower(*placed)
 
 
-def _lower_absent(target: Target, fun: Any, avals: Any, donate: Any, out_shardings: Any) -> Any:
+def _lower_absent(target: Target, jit: Any, fun: Any, avals: Any, out_shardings: Any) -> Any:
     absent = AbsentDevices(target)
     given = [_given_sharding(aval) for aval in jax.tree.leaves(avals)]
     if out_shardings is not None:
@@ -229,9 +234,7 @@ def _lower_absent(target: Target, fun: Any, avals: Any, donate: Any, out_shardin
     placed = jax.tree.map(
         lambda aval: _with_sharding(aval, absent.sharding(_given_sharding(aval))), avals
     )
-    jit = functools.partial(
-        jax.jit, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings
-    )
+    jit = functools.partial(jit, out_shardings=out_shardings)
     traced = jit(fun).trace(*placed)
     program = absent.program(traced.jaxpr)
     if program is not traced.jaxpr:

@@ -14,7 +14,7 @@ from jaxmem.targets import table
 USABLE_SHARE = 0.95
 
 
-class Rates(Mapping[str, float]):
+class Flops(Mapping[str, float]):
     """FLOP/s by dtype name; a mapping that can be hashed and compared."""
 
     __slots__ = ("_items",)
@@ -80,7 +80,7 @@ class Target:
     model: str
     device_bytes: int
     host_bytes: int
-    flops: Rates
+    flops: Flops
     hbm_bytes_per_second: float
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
@@ -97,7 +97,7 @@ class Target:
         if missing := set(names) - set(values):
             known = _from_name(name)
             values.update({field: known[field] for field in missing}, name=known["name"])
-        values["flops"] = Rates(values["flops"])
+        values["flops"] = Flops(values["flops"])
         values["sources"] = tuple(values["sources"])
         for field in names:
             object.__setattr__(self, field, values[field])

@@ -72,15 +72,15 @@ def test_a_plan_that_fits_and_the_smallest_that_does(capsys, workplace):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "message", "code"),
     [
-        (["real:entry", "--budget", "7 apples"], "BudgetError: '7 apples' is not a size"),
-        (["real:entry", "--target", "h2oo"], "UnknownTargetError: "),
-        (["real:not_arrays"], "ArgumentError: "),
+        (["real:entry", "--budget", "7 apples"], "BudgetError: '7 apples' is not a size", 64),
+        (["real:entry", "--target", "h2oo"], "UnknownTargetError: ", 64),
+        (["real:not_arrays"], "ArgumentError: ", 1),
     ],
 )
-def test_errors_of_planning_are_one_message(capsys, words, message):
-    assert cli.main(["plan", *words]) == 1
+def test_errors_of_planning_are_one_message(capsys, words, message, code):
+    assert cli.main(["plan", *words]) == code
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert "Traceback" not in err

@@ -44,6 +44,7 @@ def instances(cls):
         "int | None": st.none() | st.integers(),
         "tuple[int, ...]": st.lists(st.integers()).map(tuple),
         "tuple[str, ...]": st.lists(st.text()).map(tuple),
+        "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     }
     for part in (Decision, Round, Kept):
         if cls is Plan:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmem.program.cost import Rates, arithmetic, op_seconds, value_bytes
+from jaxmem.program.cost import Rates, arithmetic, op_seconds
 from tests.planner.lines import program
 
 RATES = Rates({"float32": 1e12, "bfloat16": 4e12}, 1e11)
@@ -76,8 +76,3 @@ def test_loops_branches_and_calls_cost_what_is_inside():
 
     assert costs(looped, "scan") == pytest.approx(7 * product)
     assert costs(chosen, "cond") == pytest.approx(2 * product)
-
-
-def test_bytes_of_values_are_counted_once():
-    block = program(lambda x: x + 1, jnp.ones(4)).block
-    assert value_bytes([*block.inputs, *block.inputs, *block.ops[0].inputs]) == 16
