@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src import hardware_utils, source_info_util, xla_bridge
+from jax._src.array import ArrayImpl
 from jax.extend import core as jex
 
 # --- equations ---------------------------------------------------------------------------------
@@ -26,6 +27,11 @@ def scan_arity(params: dict[str, Any]) -> ScanArity:
         return ScanArity(params["num_consts"], params["num_carry"])
     consts, carry, _ = params["ft_in"].unpack()
     return ScanArity(len(consts), len(carry))
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array of JAX with data; much faster than ``isinstance``."""
+    return type(leaf) is ArrayImpl
 
 
 def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:

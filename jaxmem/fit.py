@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, overload
 
@@ -61,6 +62,7 @@ class FittedStep:
         self._traced: dict[Hashable, Traced] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._steps: dict[Hashable, Step] = {}
+        self._planning = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call for new shapes plans and compiles it.
@@ -71,6 +73,12 @@ class FittedStep:
             return self._written(*args, **kwargs)
         with nnx.context((args, kwargs)):
             call = self._caller.take(args, kwargs)
+            step = self._steps.get(call.key) or self._make(call)
+            return nnx.put_back(step(call))
+
+    def _make(self, call: Call) -> Step:
+        """The step for a new signature; other threads that ask for it wait."""
+        with self._planning:
             step = self._steps.get(call.key)
             if step is None:
                 traced = self._trace(call)
@@ -79,7 +87,7 @@ class FittedStep:
                 if self._verify == "full":
                     step.check_against_plain(call)
                 self._steps[call.key] = step
-            return nnx.put_back(step(call))
+            return step
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
@@ -111,7 +119,7 @@ class FittedStep:
         return place(args)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
-        with nnx.context((args, kwargs)):
+        with nnx.context((args, kwargs)), self._planning:
             call = self._caller.take(args, kwargs)
             traced = self._trace(call)
             return traced, self._fit(call, traced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 
@@ -638,3 +639,17 @@ def test_a_plan_of_a_fitted_step_takes_no_other_settings(planned_deep):
         jaxmem.plan(planned_deep, *DEEP_ARGS, budget="1GiB")
     with pytest.raises(jaxmem.ArgumentError, match="own target, donate_argnums"):
         jaxmem.analyze(planned_deep, *DEEP_ARGS, target="h200", donate_argnums=0)
+
+
+def test_threads_that_call_first_at_once_plan_once():
+    traces: list[int] = []
+
+    def step(x):
+        traces.append(1)
+        return jnp.tanh(x).sum()
+
+    fitted = jaxmem.fit(step, budget="1MiB", progress=False)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(fitted, [jnp.ones(8)] * 8))
+    assert len(traces) == 1
+    assert_same(results, [step(jnp.ones(8))] * 8)

@@ -10,18 +10,15 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
 from jaxmem import _compat
 from jaxmem.errors import ArgumentError, TraceError, is_library
-from jaxmem.program import nnx
+from jaxmem.program import leaves, nnx
 from jaxmem.program.ir import Leaf, Program
 from jaxmem.program.trace import program_from_jaxpr
 
@@ -70,6 +67,21 @@ class Traced:
     rebuild: Callable[[Sequence[Any]], Any]
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What the structure of the arguments says of their leaves.
+
+    Attributes:
+        paths: where each leaf sits.
+        donated: whether it belongs to a donated argument.
+        modules: positions of the leaves that belong to Equinox modules.
+    """
+
+    paths: tuple[str, ...]
+    donated: tuple[bool, ...]
+    modules: tuple[int, ...]
+
+
 class Caller:
     """Takes calls of one function apart and traces it."""
 
@@ -90,6 +102,7 @@ class Caller:
             self.static |= set(_compat.jit_static_arguments(inner)[0])
         if inner is not None and inner is not self.fun:
             self.donate = (*self.donate, *_compat.jit_donated_arguments(inner))
+        self._forms: dict[Hashable, _Form] = {}
         self.static_names = self._names(self.static)
         self.donated_names = self._names(self.donate)
         if inner is not None:
@@ -131,34 +144,46 @@ class Caller:
         dynamic = {self._argument(i): a for i, a in enumerate(args) if i not in static_positions}
         named = {k: v for k, v in kwargs.items() if k not in self.static_names}
         pure = nnx.split((tuple(dynamic.values()), named))
-        flat, treedef = jax.tree_util.tree_flatten_with_path(pure)
-        positions = [i for i in range(count) if i not in static_positions]
+        flat, treedef = jax.tree_util.tree_flatten(pure)
+        form = self._forms.get((treedef, count))
+        if form is None:
+            form = self._forms[treedef, count] = self._form(pure, list(dynamic), count)
+        fixed = {n: flat[n] for n in form.modules if leaves.is_whole(flat[n])}
+        paths, donated = form.paths, form.donated
+        if fixed:
+            arrays = [n for n in range(len(flat)) if n not in fixed]
+            flat = [flat[n] for n in arrays]
+            paths = tuple(paths[n] for n in arrays)
+            donated = tuple(donated[n] for n in arrays)
+        for leaf, path in zip(flat, paths, strict=True):
+            if not _compat.is_concrete(leaf):
+                leaves.check_leaf(leaf, path, self.name)
+        device = leaves.default_device()
+        key = (
+            tuple(getattr(jax.config, setting) for setting in _SETTINGS),
+            jax.sharding.get_abstract_mesh(),
+            treedef,
+            tuple([leaves.signature(leaf, device) for leaf in flat]),
+            tuple((n, type(v), _hashable(v, f"static argument {n}")) for n, v in static),
+            tuple((n, type(v), _hashable(v, "an Equinox field")) for n, v in sorted(fixed.items())),
+        )
+        return Call(tuple(flat), paths, donated, key, treedef, fixed, static)
+
+    def _form(self, pure: Any, names: list[str], count: int) -> _Form:
+        """What holds for every call of one tree structure."""
+        static = {n % count if n < 0 else n for n in self.static} if count else set()
         donate = {n % count if n < 0 else n for n in self.donate} if count else set()
-        whole = _static_leaves(pure)
-        leaves, paths, donated, fixed = [], [], [], {}
-        for number, (path, leaf) in enumerate(flat):
-            if number in whole:
-                fixed[number] = leaf
-                continue
-            where = _path(path[1:] if isinstance(pure, nnx.Split) else path, list(dynamic))
-            _check_leaf(leaf, where, self.name)
-            leaves.append(leaf)
-            paths.append(where)
+        positions = [i for i in range(count) if i not in static]
+        paths, donated = [], []
+        for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]:
             place = path[1:] if isinstance(pure, nnx.Split) else path
+            paths.append(_path(place, names))
             second = _index(place[1])
             by_position = _index(place[0]) == 0
             donated.append(
                 positions[second] in donate if by_position else second in self.donated_names
             )
-        key = (
-            tuple(getattr(jax.config, setting) for setting in _SETTINGS),
-            jax.sharding.get_abstract_mesh(),
-            treedef,
-            tuple(_aval_key(leaf) for leaf in leaves),
-            tuple((n, type(v), _hashable(v, f"static argument {n}")) for n, v in static),
-            tuple((n, type(v), _hashable(v, "an Equinox field")) for n, v in sorted(fixed.items())),
-        )
-        return Call(tuple(leaves), tuple(paths), tuple(donated), key, treedef, fixed, static)
+        return _Form(tuple(paths), tuple(donated), leaves.module_leaves(pure))
 
     def _argument(self, index: int) -> str:
         return self.parameters[index] if index < len(self.parameters) else f"args[{index}]"
@@ -172,12 +197,13 @@ class Caller:
         """
         told: dict[str, Any] = {}
 
-        def flat(*leaves: Any) -> list[Any]:
-            out = self._run(call, leaves)
+        def flat(*values: Any) -> list[Any]:
+            out = self._run(call, values)
             results, tree = jax.tree_util.tree_flatten_with_path(out)
-            whole = _static_leaves(out)
+            modules = set(leaves.module_leaves(out))
             is_array = [
-                n not in whole and _is_arraylike(leaf) for n, (_, leaf) in enumerate(results)
+                leaves.is_arraylike(leaf) and not (n in modules and leaves.is_whole(leaf))
+                for n, (_, leaf) in enumerate(results)
             ]
             taken = list(zip(results, is_array, strict=True))
             arrays = [leaf for (_, leaf), array in taken if array]
@@ -195,7 +221,8 @@ class Caller:
                 )
             return arrays
 
-        avals = [_abstract(leaf) for leaf in call.leaves]
+        device = leaves.default_device()
+        avals = [leaves.abstract(leaf) for leaf in call.leaves]
         try:
             traced = jax.jit(flat).trace(*avals)
         except (
@@ -212,13 +239,13 @@ class Caller:
             name=self.name,
             arguments=[Leaf(p, d) for p, d in zip(call.paths, donated, strict=True)],
             results=[Leaf(p) for p in told["paths"]],
-            shardings=[_layout(leaf) for leaf in call.leaves],
+            shardings=[leaves.layout(leaf, device) for leaf in call.leaves],
         )
         return Traced(program, functools.partial(_rebuild, told))
 
-    def _run(self, call: Call, leaves: Sequence[Any]) -> Any:
-        given = iter(leaves)
-        total = len(leaves) + len(call.fixed)
+    def _run(self, call: Call, values: Sequence[Any]) -> Any:
+        given = iter(values)
+        total = len(values) + len(call.fixed)
         flat = [call.fixed[n] if n in call.fixed else next(given) for n in range(total)]
         pure = jax.tree_util.tree_unflatten(call.treedef, flat)
         merged, finish = nnx.merged(pure)
@@ -296,86 +323,6 @@ def _path(path: tuple[Any, ...], names: list[str]) -> str:
     first = _index(path[1])
     name = names[first] if _index(path[0]) == 0 else str(first)
     return name + jax.tree_util.keystr(path[2:])
-
-
-def _is_arraylike(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _static_leaves(tree: Any) -> frozenset[int]:
-    """Positions of the leaves of Equinox modules that are not arrays: functions, numbers, flags."""
-    equinox = sys.modules.get("equinox")
-    if equinox is None:
-        return frozenset()
-
-    def is_module(x: Any) -> bool:
-        return isinstance(x, equinox.Module)
-
-    found, position = set(), 0
-    for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_module):
-        for inner in jax.tree_util.tree_leaves(leaf) if is_module(leaf) else [leaf]:
-            array = isinstance(inner, jax.Array | np.ndarray | np.generic) or _is_abstract(inner)
-            if is_module(leaf) and not array:
-                found.add(position)
-            position += 1
-    return frozenset(found)
-
-
-def _check_leaf(leaf: Any, where: str, function: str) -> None:
-    if isinstance(leaf, Tracer):
-        raise ArgumentError(
-            f"{function} is fitted and was called inside another JAX transformation ({where} is a "
-            "tracer). A fitted step is compiled on its own: transform the plain function, then fit "
-            "the result."
-        )
-    usable = not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "OSUMm"
-    if not (_is_abstract(leaf) or (_is_arraylike(leaf) and usable)):
-        raise ArgumentError(
-            f"argument {where} of {function} is a {type(leaf).__name__} ({leaf!r:.80}), not an "
-            "array. Pass arrays, numbers or pytrees of them, or name the argument in "
-            "static_argnums."
-        )
-
-
-def _abstract(leaf: Any) -> Any:
-    if _is_abstract(leaf):
-        return leaf
-    aval = jax.typeof(leaf)
-    weak = getattr(aval, "weak_type", False)
-    # On a mesh with explicit axes the sharding is part of an array's type.
-    typed = getattr(aval, "sharding", None) is not None and not aval.sharding.mesh.empty
-    sharding = leaf.sharding if typed else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
-
-
-def _aval_key(leaf: Any) -> Hashable:
-    aval = _abstract(leaf)
-    return (aval.shape, str(aval.dtype), bool(getattr(aval, "weak_type", False)), _layout(leaf))
-
-
-def _layout(leaf: Any) -> Any:
-    """The sharding of a leaf that is not simply where JAX puts arrays by itself."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
-        return None
-    if sharding.num_devices > 1:
-        return sharding
-    default = jax.sharding.SingleDeviceSharding(_default_device())
-    same = sharding.device_set == default.device_set and (
-        sharding.memory_kind in (None, default.memory_kind)
-    )
-    return None if same else sharding
-
-
-def _default_device() -> Any:
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(chosen, str):
-        return jax.local_devices(backend=chosen)[0]
-    return chosen or jax.local_devices()[0]
 
 
 def _hashable(value: Any, what: str) -> Hashable:

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 _TAG = "jaxmem"
+# Whether the call going on has objects: others need not be searched for them again.
+_expected: ContextVar[bool] = ContextVar("jaxmem_objects", default=False)
 
 
 def has_objects(tree: Any) -> bool:
     """Whether a pytree holds NNX objects; never imports flax."""
+    if "flax.nnx" not in sys.modules:
+        return False
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
     return any(is_object(leaf) for leaf in leaves)
 
@@ -36,9 +41,17 @@ def _objects_only(tree: Any) -> Any:
 
 def context(args: Any) -> contextlib.AbstractContextManager[Any]:
     """The context in which a call with NNX objects must happen; a no-op for all others."""
-    if not has_objects(args):
-        return contextlib.nullcontext()
-    return sys.modules["flax.nnx"].update_context(_TAG)
+    return _with_objects() if has_objects(args) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _with_objects() -> Iterator[None]:
+    token = _expected.set(True)
+    try:
+        with sys.modules["flax.nnx"].update_context(_TAG):
+            yield
+    finally:
+        _expected.reset(token)
 
 
 def put_back(pure_out: Any) -> Any:
@@ -94,7 +107,7 @@ def split(tree: Any) -> Any:
     Only the objects go through NNX, which would take a number or a ``ShapeDtypeStruct`` beside
     them for a part of the program.
     """
-    return _split(tree) if has_objects(tree) else tree
+    return _split(tree) if _expected.get() and has_objects(tree) else tree
 
 
 def update_arrays(obj: Any, change: Callable[[Any], Any]) -> None:
