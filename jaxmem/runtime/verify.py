@@ -16,9 +16,14 @@ from jaxmem.program.ir import Block, Op
 from jaxmem.program.primitives import Kind, kind_of
 
 _KERNELS = ("dot_general", "conv_general_dilated")
-# Only the name of a kernel counts: element-wise work that the user does late anyway, such as the
-# derivative of an activation, is recomputed under the same name and is never merged.
-_TAG = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
+# Only kernels count: element-wise work that the user does late anyway, such as the derivative of
+# an activation, is recomputed under the same name and is never merged. A kernel is known by its
+# own name, which it keeps when XLA makes something else of it (a reduction), or by its opcode:
+# XLA gives it the name of what it folds into it, such as a transposition of the result (every
+# layer of an Equinox MLP under vmap) or a bias.
+_TAG = re.compile(r"jaxmem\.recompute\.[^/\")]+")
+_NAMED = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
+_OPCODE = re.compile(r" (?:dot|convolution)\(| custom-call\(.*(?:gemm|matmul|conv|cublas|cudnn)")
 # A rewrite changes fusion, and fusion changes rounding. FACTS section 5: the error of a rewrite
 # may be a few times the error of the plain program, not more.
 _ROUNDING = {
@@ -45,12 +50,23 @@ def undone(block: Block, hlo_text: str) -> tuple[Op, ...]:
     Returns:
         The user's own operations of which no copy is left in one of the recomputations.
     """
-    present = set(_TAG.findall(hlo_text))
+    present = _kernel_tags(hlo_text)
     missing: list[Op] = []
     for tag, ops in _recomputed_kernels(block).items():
         if tag not in present:
             missing.extend(op.origin for op in ops)
     return tuple(missing)
+
+
+def _kernel_tags(hlo_text: str) -> set[str]:
+    """The recomputations that have a matrix product or a convolution in the compiled program."""
+    found: set[str] = set()
+    for line in hlo_text.splitlines():
+        if "jaxmem.recompute." in line:
+            found.update(_NAMED.findall(line))
+            if _OPCODE.search(line):
+                found.update(_TAG.findall(line))
+    return found
 
 
 def _recomputed_kernels(block: Block) -> dict[str, list[Op]]:

@@ -252,7 +252,8 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def _with_sharding(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 

@@ -49,6 +49,26 @@ def test_a_recomputation_that_is_there_is_found(rewritten, target: str):
     assert verify.undone(block, text) == ()
 
 
+@pytest.mark.parametrize("target", KEPT)
+def test_a_product_that_xla_transposes_is_still_one(target: str):
+    """``W @ x`` under ``vmap``: XLA folds the transposition into the product and names it so."""
+
+    def step(w, x):
+        def loss(w):
+            y = x
+            for _ in range(4):
+                y = jnp.tanh(jax.vmap(lambda row: w @ row)(y))
+            return (y**2).sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    args = jnp.eye(64), jnp.ones((256, 64))
+    found = search(step, *args, host=target == "cpu")
+    block = found.scheduler.schedule({choice.turn: frozenset() for choice in found.choices})
+    text = compile_for(target, as_function(block), args, options=KEPT[target]).hlo_text()
+    assert verify.undone(block, text) == ()
+
+
 def without_barriers(block: Block) -> Block:
     """The copies next to their originals with nothing to tell them apart."""
     now: dict = {}
