@@ -22,6 +22,8 @@ from jaxmem.units import format_bytes
 from tests.laws import Verdict, judge
 from tests.problems import PROBLEMS
 
+# The smallest budget is looked for in steps of 4%.
+NEAR = 1.05
 SHARES = (0.7, 0.5, 0.35)
 TARGETS = ("cpu", "h200")
 HEADINGS = (
@@ -60,13 +62,13 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def check_smallest(verdict: Verdict, least: int) -> None:
-    """A smallest budget that is not the smallest known is a broken law.
+    """A smallest budget that is far from the smallest known is a broken law.
 
     Args:
         verdict: of a budget that may have been infeasible.
         least: compiled bytes of the smallest program that larger budgets led to.
     """
-    if verdict.smallest_bytes > least:
+    if verdict.smallest_bytes > NEAR * least:
         verdict.broken.append(
             f"names {verdict.smallest_bytes} bytes as the smallest that works, and {least} worked"
         )

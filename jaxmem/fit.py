@@ -14,9 +14,11 @@ from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced
+from jaxmem.runtime import rounds
 from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report, progress
-from jaxmem.runtime.rounds import Outcome, Planner
+from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
@@ -136,12 +138,12 @@ class FittedStep:
         if call.key not in self._outcomes:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            planner = Planner(traced.program, target, check=bool(self._verify))
+            compiler = Compiler(traced.program, target, check=bool(self._verify))
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 self._outcomes[call.key] = (
-                    planner.follow(self._given, budget_bytes, report)
+                    rounds.follow(compiler, self._given, budget_bytes, report)
                     if self._given is not None
-                    else planner.fit(budget_bytes, report)
+                    else rounds.fit(compiler, budget_bytes, report)
                 )
         return self._outcomes[call.key]
 
@@ -357,7 +359,7 @@ def analyze(
     where = Target.resolve(target)
     with nnx.context((args, kwargs)):
         program = caller.trace(caller.take(args, kwargs)).program
-    return report_on(program, where, program.block, Planner(program, where).keep_all())
+    return report_on(program, where, program.block, Compiler(program, where).keep_all())
 
 
 def _refuse(step: FittedStep | BoundStep, **given: Any) -> None:

@@ -615,13 +615,13 @@ def test_full_verification_of_complex_results():
 
 def test_full_verification_of_a_wrong_program(monkeypatch):
     from jaxmem.rewrite.emit import as_function
-    from jaxmem.runtime import rounds
+    from jaxmem.runtime import compiler
 
     def wrong(block):
         run = as_function(block)
         return lambda *args: [out + 0.1 for out in run(*args)]
 
-    monkeypatch.setattr(rounds, "as_function", wrong)
+    monkeypatch.setattr(compiler, "as_function", wrong)
     for verify in (True, "full"):
         fitted = jaxmem.fit(deep, budget="64MiB", verify=verify, progress=False)
         if verify is True:

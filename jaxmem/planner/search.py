@@ -32,7 +32,7 @@ _MOST_TRIED = 40
 _MOST_WORK = 400_000
 _FEWEST_TRIALS = 60
 # The compiler may make less of a program that the simulator thinks somewhat larger.
-_NEAR_SMALLEST = (1.02, 1.15, 1.35)
+_NEAR_SMALLEST = (1.0, 1.1, 1.35)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from jaxmem.program.loops import Nest, is_backward
 from jaxmem.program.source import Origin, checkpoint_names, origin_of
 from jaxmem.units import format_budget, format_bytes
 
+# Of a plan that keeps every value that has bytes.
+ONLY_FUSED = "only element-wise work is made again, inside the kernels that read it"
 _MOST_HOLDERS = 8
 _NAMED = 3
 # Operations with a program inside that is not planned.

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.plan import Kept, Plan, Round
 from jaxmem.planner.schedule import Turn
-from jaxmem.planner.search import Search, Solution
-from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Block, Program
-from jaxmem.rewrite.emit import as_function
-from jaxmem.rewrite.standin import has_callbacks, without_callbacks
-from jaxmem.runtime import describe, verify
+from jaxmem.planner.search import Solution
+from jaxmem.program.ir import Block
+from jaxmem.runtime import describe
+from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
     Compiled,
-    compile_for,
     memory_schedules,
-    runs_here,
     usable_bytes,
 )
-from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
@@ -33,7 +27,9 @@ MOST_COMPILES = 12
 # same whatever the budget is: so the smallest budget that an error names is always reached.
 _MOST_SEARCHES = 6
 _MOST_FAILURES = 4
-_MOST_SMALLEST = 5
+# An error looks this often for a smaller budget to name, each time this much smaller.
+_MOST_PROBES = 4
+_PROBE = 0.96
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
@@ -48,181 +44,92 @@ class Outcome:
     compiled: Compiled
 
 
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """A schedule that was compiled; ``problem`` says what the compiler undid of it, if anything."""
+def fit(compiler: Compiler, budget_bytes: int, report: Report) -> Outcome:
+    """A program within the budget.
 
-    solution: Solution
-    compiled: Compiled
-    problem: str
+    Raises:
+        BudgetInfeasibleError: none was found.
+    """
+    return _Rounds(compiler, budget_bytes, report).run()
 
 
-@dataclass(eq=False)
-class Planner:
-    """Plans one traced program for one target; remembers its searches and compiles."""
+def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
+    """The program of a plan made before, compiled and checked again.
 
-    program: Program
-    target: Target
-    check: bool = True
-    search: Search = field(init=False)
-    mute: bool = field(init=False)
-    _compiled: dict[tuple, Compiled] = field(default_factory=dict)
-
-    def __post_init__(self):
-        rates = Rates(dict(self.target.flops), self.target.hbm_bytes_per_second)
-        self.search = Search(self.program, rates, host=self.target.platform == "cpu")
-        self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
-
-    def block(self, solution: Solution | None) -> Block:
-        """The program of a solution; ``None`` stands for the program as written."""
-        return self.search.schedule(solution) if solution else self.program.block
-
-    def compile(
-        self, solution: Solution | None, *, options: Mapping[str, str] | None = None
-    ) -> Compiled:
-        """A solution compiled for the target, scheduled for memory unless told otherwise."""
-        options = self.options if options is None else options
-        key = (solution and solution.key, tuple(sorted(options.items())))
-        if key not in self._compiled:
-            block = self.block(solution)
-            self._compiled[key] = compile_for(
-                self.target,
-                as_function(without_callbacks(block) if self.mute else block),
-                self.program.avals(),
-                donate=self.program.donated,
-                options=options,
-            )
-        return self._compiled[key]
-
-    @functools.cached_property
-    def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:
-        """The smallest schedule under each set of compiler options; none where there is one."""
-        choices = memory_schedules(self.target)
-        if len(choices) == 1 or not self.search.choices:
-            return ()
-        smallest = self.search.bases()[0]
-        return tuple((o, self.compile(smallest, options=o)) for o in choices)
-
-    @property
-    def options(self) -> Mapping[str, str]:
-        """The compiler options that make least of the smallest schedule; none on a GPU."""
-        if not self.trials:
-            return memory_schedules(self.target)[-1]
-        return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
-
-    def keep_all(self) -> Compiled:
-        """The program as written, compiled for the target; on a GPU without XLA's own remat."""
-        return self.compile(None, options={})
-
-    def attempt(self, solution: Solution, *, options: Mapping[str, str] | None = None) -> Attempt:
-        """A solution compiled and checked; what the compiler undid is kept from now on."""
-        compiled = self.compile(solution, options=options)
-        if not self.check:
-            return Attempt(solution, compiled, "")
-        merged = verify.undone(self.block(solution), compiled.hlo_text())
-        if not merged:
-            return Attempt(solution, compiled, "")
-        self.search.pin(merged)
-        problem = f"the compiler merged {len(merged)} recomputed operations with the originals"
-        return Attempt(solution, compiled, problem)
-
-    def smallest(self) -> Iterator[Attempt]:
-        """The smallest programs; the same ones in the same order whatever was planned before."""
-        self.search.unpin()
-        tried: set[frozenset] = set()
-        for _ in range(_MOST_SMALLEST):
-            fresh = (s for s in self.search.smallest_first() if s.key not in tried)
-            solution = next(fresh, None)
-            if solution is None:
-                return
-            tried.add(solution.key)
-            yield self.attempt(solution)
-
-    def follow(self, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
-        """The program of a plan made before, compiled and checked again.
-
-        Raises:
-            PlanMismatchError: the plan belongs to another program or to other shapes.
-            VerificationError: it does not fit, or the compiler undoes its recomputations.
-        """
-        if plan.target != self.target.name:
-            raise PlanMismatchError(
-                f"the plan for {plan.function} was made for {plan.target}, and this is "
-                f"{self.target.name}. Plan again for it, or pass target={plan.target!r}."
-            )
-        if plan.fingerprint != self.program.fingerprint:
-            raise PlanMismatchError(
-                f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
-                f"program or other shapes than {self.program.name} has here "
-                f"(program {self.program.fingerprint}). Plan again for these arguments: "
-                f"{self.program.name}.plan(...)."
-            )
-        return _Rounds(self, budget_bytes, report).follow(plan)
-
-    def fit(self, budget_bytes: int, report: Report) -> Outcome:
-        """A program within the budget.
-
-        Raises:
-            BudgetInfeasibleError: none was found.
-        """
-        return _Rounds(self, budget_bytes, report).run()
+    Raises:
+        PlanMismatchError: the plan belongs to another program or to other shapes.
+        VerificationError: it does not fit, or the compiler undoes its recomputations.
+    """
+    program, target = compiler.program, compiler.target
+    if plan.target != target.name:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} was made for {plan.target}, and this is {target.name}. "
+            f"Plan again for it, or pass target={plan.target!r}."
+        )
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
+            f"program or other shapes than {program.name} has here (program "
+            f"{program.fingerprint}). Plan again for these arguments: {program.name}.plan(...)."
+        )
+    return _Rounds(compiler, budget_bytes, report).follow(plan)
 
 
 class _Rounds:
     """One planning run for one budget."""
 
-    def __init__(self, planner: Planner, budget_bytes: int, report: Report):
-        self.planner, self.budget, self.report = planner, budget_bytes, report
-        self.search = planner.search
+    def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
+        self.compiler, self.budget, self.report = compiler, budget_bytes, report
+        self.search = compiler.search
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
         self.fitting: list[tuple[Solution, Compiled, int]] = []
         self.trialled: set[int] = set()
         self.scale = 1.0
-        self.fixed = planner.program.fixed_bytes
+        self.fixed = compiler.program.fixed_bytes
 
     def run(self) -> Outcome:
-        if self.fixed > self.budget and not self.planner.program.sharded:
+        # The same way whatever was planned before: a budget that was seen to work works again.
+        self.search.unpin()
+        if self.fixed > self.budget and not self.compiler.program.sharded:
             raise self._too_big()
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget:
             predicted = self.rounds[-1].predicted_bytes
-            return Outcome(self._plan(None, predicted, plain), self.planner.program.block, plain)
+            return Outcome(self._plan(None, predicted, plain), self.compiler.program.block, plain)
         self._note_trials()
         self._tighten()
         if not self.fitting:
             self._smallest_first()
         if not self.fitting:
             raise self._error("")
-        solution, compiled, predicted = min(
-            self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes)
-        )
+        solution, compiled, predicted = self.best()
         return Outcome(
-            self._plan(solution, predicted, compiled), self.planner.block(solution), compiled
+            self._plan(solution, predicted, compiled), self.compiler.block(solution), compiled
         )
 
     def _plain_within_budget(self) -> Compiled:
         """The step as written; scheduled for memory where that is a choice and it needs it."""
         self.report("compiling the step as written")
-        plain = self.planner.keep_all()
+        plain = self.compiler.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
-        if self.planner.program.sharded and self.search.keep_all.temp_bytes:
+        if self.compiler.program.sharded and self.search.keep_all.temp_bytes:
             # The simulator counts whole arrays, the compiler each device's part of them.
             self.scale = plain.memory.temp_bytes / self.search.keep_all.temp_bytes
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         self._note("keep-all", predicted, predicted, plain)
-        options = memory_schedules(self.planner.target)[-1]
+        options = memory_schedules(self.compiler.target)[-1]
         if plain.memory.total_bytes > self.budget and options:
-            plain = self.planner.compile(None, options=options)
+            plain = self.compiler.compile(None, options=options)
             self._note("keep-all, scheduled for memory", predicted, predicted, plain)
         return plain
 
     def _note_trials(self) -> None:
         """On a CPU, which order of operations makes least of the smallest program."""
-        if len(memory_schedules(self.planner.target)) > 1:
+        if len(memory_schedules(self.compiler.target)) > 1:
             self.report("compiling the smallest program in two orders")
-        for options, compiled in self.planner.trials:
-            order = "memory" if options == memory_schedules(self.planner.target)[-1] else "speed"
+        for options, compiled in self.compiler.trials:
+            order = "memory" if options == memory_schedules(self.compiler.target)[-1] else "speed"
             predicted = self._predicted(self.search.bases()[0])
             self._note(f"smallest, scheduled for {order}", predicted, predicted, compiled)
             self.trialled.add(id(compiled))
@@ -231,7 +138,7 @@ class _Rounds:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
         self._check_names(keep)
-        if plan.options and dict(plan.options) not in memory_schedules(self.planner.target):
+        if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
             raise PlanMismatchError(
                 f"the plan for {plan.function} sets compiler options that this jaxmem does not "
                 f"use for {plan.target}: {dict(plan.options)}. Plan again."
@@ -243,7 +150,7 @@ class _Rounds:
             compiled = self._plain_within_budget()
         else:
             self._announce(solution)
-            attempt = self.planner.attempt(solution, options=options)
+            attempt = self.compiler.attempt(solution, options=options)
             compiled = self._record("as planned", solution.temp_bytes, attempt)
             problem = attempt.problem
         total = compiled.memory.total_bytes
@@ -259,7 +166,7 @@ class _Rounds:
                 compiled_bytes=total,
                 rounds=tuple(self.rounds),
             ),
-            self.planner.block(solution),
+            self.compiler.block(solution),
             compiled,
         )
 
@@ -272,7 +179,7 @@ class _Rounds:
             unknown = sorted(names - known) if turn in turns else [f"turn {turn}"]
             if unknown:
                 raise PlanMismatchError(
-                    f"the plan keeps {unknown[0]}, which {self.planner.program.name} does not "
+                    f"the plan keeps {unknown[0]}, which {self.compiler.program.name} does not "
                     "have: the plan was changed or made by another version. Plan again."
                 )
 
@@ -285,7 +192,7 @@ class _Rounds:
             if solution is None or solution.key in self.tried or hopeless:
                 return
             self._announce(solution)
-            compiled = self._record("search", limit, self.planner.attempt(solution))
+            compiled = self._record("search", limit, self.compiler.attempt(solution))
             room = self.budget - self.fixed
             used = compiled.memory.temp_bytes
             if compiled.memory.total_bytes <= self.budget:
@@ -300,7 +207,7 @@ class _Rounds:
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
         self.report("compiling the smallest programs")
-        for attempt in self.planner.smallest():
+        for attempt in self.compiler.smallest():
             self._record("smallest", attempt.solution.temp_bytes, attempt)
             if self.fitting:
                 return
@@ -334,7 +241,7 @@ class _Rounds:
         self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
 
     def _plan(self, solution: Solution | None, predicted: int, compiled: Compiled) -> Plan:
-        search, program, target = self.search, self.planner.program, self.planner.target
+        search, program, target = self.search, self.compiler.program, self.compiler.target
         memory = compiled.memory
         notes = []
         if not compiled.runs_here:
@@ -342,7 +249,10 @@ class _Rounds:
                 f"planned for {target.name}, which is not this machine: compiled with XLA:GPU "
                 "here, runs on the local device"
             )
-        if self.planner.mute:
+        decisions = describe.decisions(search, solution)
+        if solution is not None and not any(d.recomputed for d in decisions):
+            notes.append(describe.ONLY_FUSED)
+        if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
         return Plan(
@@ -355,10 +265,10 @@ class _Rounds:
             output_bytes=memory.output_bytes,
             aliased_bytes=memory.alias_bytes,
             keep_all_predicted_bytes=self.fixed + keep_all.temp_bytes,
-            keep_all_compiled_bytes=self.planner.keep_all().memory.total_bytes,
+            keep_all_compiled_bytes=self.compiler.keep_all().memory.total_bytes,
             predicted_seconds=solution.seconds if solution else keep_all.seconds,
             keep_all_seconds=keep_all.seconds,
-            decisions=describe.decisions(search, solution),
+            decisions=decisions,
             solver="keep-all" if solution is None else "valleys + greedy fill",
             rounds=tuple(self.rounds),
             fingerprint=program.fingerprint,
@@ -372,10 +282,39 @@ class _Rounds:
 
     def _options(self, solution: Solution | None, compiled: Compiled) -> Mapping[str, str]:
         """What a program was compiled with."""
-        planner = self.planner
+        compiler = self.compiler
         if solution is not None:
-            return planner.options
-        return {} if compiled is planner.keep_all() else memory_schedules(planner.target)[-1]
+            return compiler.options
+        return {} if compiled is compiler.keep_all() else memory_schedules(compiler.target)[-1]
+
+    def _probed(self, smallest: int, solution: Solution | None) -> tuple[int, Solution | None]:
+        """A smaller budget than ``smallest`` that the search keeps, if there is one.
+
+        The compiler sometimes makes less of a larger schedule (XLA:CPU: a searched one of 20 MiB
+        where the smallest ones compile to 24). What is named is the budget that was searched for,
+        because the search goes the same way when it is asked for again.
+        """
+        for _ in range(_MOST_PROBES):
+            budget = int(smallest * _PROBE)
+            if budget <= max(self.budget, self.fixed):
+                break
+            probe = _Rounds(self.compiler, budget, self.report)
+            if not probe.search_only():
+                break
+            smallest, solution = budget, probe.best()[0]
+        return smallest, solution
+
+    def search_only(self) -> bool:
+        """Search as for a plan; whether a program within the budget was found."""
+        self.search.unpin()
+        self._plain_within_budget()
+        self._note_trials()
+        self._tighten()
+        return bool(self.fitting)
+
+    def best(self) -> tuple[Solution, Compiled, int]:
+        """The quickest program that fits."""
+        return min(self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes))
 
     def _too_big(self) -> BudgetInfeasibleError:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""
@@ -383,34 +322,34 @@ class _Rounds:
 
     def _error(self, reason: str) -> BudgetInfeasibleError:
         """Names the smallest program that keeps its plan: a budget of its bytes leads to it."""
-        planner = self.planner
+        compiler = self.compiler
         if self.search.choices:
             self.report("compiling the smallest programs, to name a budget that works")
-        options = ({}, memory_schedules(planner.target)[-1])
-        plain = [planner.compile(None, options=o).memory.total_bytes for o in options]
+        options = ({}, memory_schedules(compiler.target)[-1])
+        plain = [compiler.compile(None, options=o).memory.total_bytes for o in options]
         found: list[tuple[int, Solution | None]] = [(min(plain), None)]
         undone: list[tuple[int, str]] = []
-        for attempt in planner.smallest():
+        for attempt in compiler.smallest():
             total = attempt.compiled.memory.total_bytes
             if attempt.problem:
                 undone.append((total, attempt.problem))
             else:
                 found.append((total, attempt.solution))
-        smallest, solution = min(found, key=lambda f: f[0])
+        smallest, solution = self._probed(*min(found, key=lambda f: f[0]))
         for total, problem in undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
-        block = planner.block(solution)
+        block = compiler.block(solution)
         simulation = self.search.simulator.step(block)
-        holders = describe.holders(planner.program, self.search.nest, block, simulation)
+        holders = describe.holders(compiler.program, self.search.nest, block, simulation)
         message = describe.infeasible(
-            planner.program,
-            planner.target.name,
+            compiler.program,
+            compiler.target.name,
             self.budget,
             smallest,
             holders,
             reason,
-            device_bytes=usable_bytes(planner.target),
+            device_bytes=usable_bytes(compiler.target),
             recomputed=solution is not None,
         )
         return BudgetInfeasibleError(

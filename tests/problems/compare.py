@@ -14,6 +14,7 @@ from .problem import Step
 # of the leaf. The problems themselves differ by at most 105 epsilons in float32 and 2 in bfloat16
 # when XLA:CPU compiles them without fusion, vectorisation and excess precision.
 MULTIPLES = {2: 16.0, 4: 512.0, 8: 512.0}
+_TF32_EPS = 2.0**-10
 
 
 def _as_numbers(leaf: Any) -> np.ndarray:
@@ -41,11 +42,19 @@ def relative_error(reference: np.ndarray, output: np.ndarray) -> float:
     return float(difference / max(np.abs(a).max(), np.finfo(np.float32).tiny))
 
 
+def _products_are_tf32() -> bool:
+    """On a GPU float32 matrix products are, unless JAX is told otherwise."""
+    asked = jax.config.jax_default_matmul_precision  # pyright: ignore
+    return jax.default_backend() == "gpu" and asked in (None, "default", "tensorfloat32")
+
+
 def _tolerance(tree: Any, multiple: float | None) -> tuple[float, str]:
     """Allowed relative error, and how it came about, by the coarsest float dtype in the tree."""
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     coarsest = max(floats, key=lambda dtype: jnp.finfo(dtype).eps, default=jnp.dtype("float32"))
+    if multiple is None and coarsest == jnp.float32 and _products_are_tf32():
+        return MULTIPLES[2] * _TF32_EPS, f"{MULTIPLES[2]:g} eps of TF32"
     if multiple is None:
         multiple = MULTIPLES[jnp.finfo(coarsest).bits // 8]
     return multiple * float(jnp.finfo(coarsest).eps), f"{multiple:g} eps of {coarsest}"

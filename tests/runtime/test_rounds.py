@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.runtime import verify
-from jaxmem.runtime.rounds import MOST_COMPILES, Planner
+from jaxmem.runtime import rounds, verify
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.rounds import MOST_COMPILES
 from jaxmem.targets import Target
 from tests.planner.lines import program
 
@@ -26,24 +27,24 @@ def step(w, x):
 
 
 @pytest.fixture(scope="module")
-def planner() -> Planner:
-    return Planner(program(step, W, X), Target("cpu"))
+def compiler() -> Compiler:
+    return Compiler(program(step, W, X), Target("cpu"))
 
 
 @pytest.fixture(scope="module")
-def keep_all(planner: Planner) -> int:
-    return planner.keep_all().memory.total_bytes
+def keep_all(compiler: Compiler) -> int:
+    return compiler.keep_all().memory.total_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
-def test_any_budget_is_kept_or_refused_with_one_that_works(planner, keep_all, share: float):
+def test_any_budget_is_kept_or_refused_with_one_that_works(compiler, keep_all, share: float):
     budget = int(share * keep_all)
     said: list[str] = []
     try:
-        outcome = planner.fit(budget, said.append)
+        outcome = rounds.fit(compiler, budget, said.append)
     except jaxmem.BudgetInfeasibleError as error:
         assert error.budget_bytes == budget < error.smallest_bytes
-        outcome = planner.fit(error.smallest_bytes, said.append)
+        outcome = rounds.fit(compiler, error.smallest_bytes, said.append)
         assert outcome.plan.compiled_bytes <= error.smallest_bytes
         return
     plan = outcome.plan
@@ -54,19 +55,19 @@ def test_any_budget_is_kept_or_refused_with_one_that_works(planner, keep_all, sh
     assert plan.predicted_seconds >= plan.keep_all_seconds
 
 
-def test_the_exact_keep_all_bytes_keep_all(planner, keep_all):
-    plan = planner.fit(keep_all, print).plan
+def test_the_exact_keep_all_bytes_keep_all(compiler, keep_all):
+    plan = rounds.fit(compiler, keep_all, print).plan
     assert (plan.solver, plan.compiled_bytes, plan.kept) == ("keep-all", keep_all, ())
 
 
-def test_an_infeasible_budget_names_the_smallest_and_what_holds_it(planner, keep_all):
+def test_an_infeasible_budget_names_the_smallest_and_what_holds_it(compiler, keep_all):
     with pytest.raises(jaxmem.BudgetInfeasibleError, match=r"test_rounds\.py") as first:
-        planner.fit(int(0.25 * keep_all), lambda message: None)
+        rounds.fit(compiler, int(0.25 * keep_all), lambda message: None)
     smallest = first.value.smallest_bytes
     with pytest.raises(jaxmem.BudgetInfeasibleError) as second:
-        planner.fit(int(0.3 * keep_all), lambda message: None)
+        rounds.fit(compiler, int(0.3 * keep_all), lambda message: None)
     assert second.value.smallest_bytes == smallest, "whatever was asked for"
-    assert planner.fit(smallest, lambda message: None).plan.compiled_bytes <= smallest
+    assert rounds.fit(compiler, smallest, lambda message: None).plan.compiled_bytes <= smallest
     holders = first.value.holders
     assert [h.nbytes for h in holders] == sorted((h.nbytes for h in holders), reverse=True)
     assert {h.kind for h in holders} >= {"argument", "residual"}
@@ -74,7 +75,7 @@ def test_an_infeasible_budget_names_the_smallest_and_what_holds_it(planner, keep
 
 
 def test_what_the_compiler_undoes_does_not_change_the_smallest(monkeypatch):
-    """A fresh planner, pinned by other searches before, reaches the budget that an error named."""
+    """A fresh compiler, pinned by other searches before, reaches the budget that an error named."""
     real, undone = verify.undone, []
 
     def sometimes(block, text):
@@ -84,19 +85,19 @@ def test_what_the_compiler_undoes_does_not_change_the_smallest(monkeypatch):
         return merged
 
     monkeypatch.setattr(verify, "undone", sometimes)
-    first = Planner(program(step, W, X), Target("cpu"))
+    first = Compiler(program(step, W, X), Target("cpu"))
     with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
-        first.fit(W.nbytes + 2 * X.nbytes, lambda message: None)
+        rounds.fit(first, W.nbytes + 2 * X.nbytes, lambda message: None)
     assert undone, "nothing was pinned"
     smallest = caught.value.smallest_bytes
-    second = Planner(first.program, Target("cpu"))
-    outcome = second.fit(smallest, lambda message: None)
+    second = Compiler(first.program, Target("cpu"))
+    outcome = rounds.fit(second, smallest, lambda message: None)
     assert outcome.plan.compiled_bytes <= smallest
     assert len(outcome.plan.rounds) <= MOST_COMPILES
 
 
-def test_an_absent_gpu_is_noted(planner):
-    away = Planner(planner.program, Target("h200"))
-    outcome = away.fit(away.keep_all().memory.total_bytes, lambda message: None)
+def test_an_absent_gpu_is_noted(compiler):
+    away = Compiler(compiler.program, Target("h200"))
+    outcome = rounds.fit(away, away.keep_all().memory.total_bytes, lambda message: None)
     assert not outcome.compiled.runs_here
     assert any("planned for h200, which is not this machine" in n for n in outcome.plan.notes)
