@@ -122,7 +122,7 @@ def test_an_unknown_target_is_named_with_those_there_are(target: str):
 
 
 def test_a_target_of_another_type():
-    with pytest.raises(TypeError, match="target must be a Target, a name or None, not int"):
+    with pytest.raises(jaxmem.ArgumentError, match="must be a Target, a name or None, not int"):
         jaxmem.plan(double, SHAPE, budget="1MiB", target=8)  # pyright: ignore[reportArgumentType]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxmem import units
+from jaxmem.errors import ArgumentError
 from jaxmem.targets import table
 
 # What XLA_PYTHON_CLIENT_MEM_FRACTION=.95 gives: the CUDA context, cuBLAS, cuDNN and NCCL live in
@@ -92,7 +93,9 @@ class Target:
     def __init__(self, name: str, **given: Any):
         names = [field.name for field in fields(Target)]
         if wrong := sorted(set(given) - set(names)):
-            raise TypeError(f"Target has no field {wrong[0]!r}; its fields are {', '.join(names)}")
+            raise ArgumentError(
+                f"Target has no field {wrong[0]!r}; its fields are {', '.join(names)}"
+            )
         values = {"name": name, **given}
         if missing := set(names) - set(values):
             known = _from_name(name)
@@ -125,6 +128,7 @@ class Target:
 
         Raises:
             UnknownTargetError: no target has that name.
+            ArgumentError: not a target, a name or ``None``.
 
         >>> Target.resolve("h200") == Target.resolve(Target("h200"))
         True
@@ -135,7 +139,7 @@ class Target:
             return Target.local()
         if isinstance(target, str):
             return Target(target)
-        raise TypeError(f"target must be a Target, a name or None, not {type(target).__name__}")
+        raise ArgumentError(f"target must be a Target, a name or None, not {type(target).__name__}")
 
     @property
     def device_count(self) -> int:
@@ -178,7 +182,7 @@ class Target:
 
 def _from_name(name: str) -> dict[str, Any]:
     if not isinstance(name, str):
-        raise TypeError(f"a target name is text such as 'h200' or '8xh100', not {name!r}")
+        raise ArgumentError(f"a target name is text such as 'h200' or '8xh100', not {name!r}")
     if name.strip().lower() == "cpu":
         from jaxmem.targets import local
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from jaxmem.errors import TargetError, UnknownTargetError
+from jaxmem.errors import ArgumentError, TargetError, UnknownTargetError
 from jaxmem.targets import Target, table
 
 ISSUE_LIST = (
@@ -68,11 +68,11 @@ def test_unknown_names_get_the_nearest_and_the_list(asked, message):
 
 
 def test_a_name_that_is_not_text_says_so():
-    with pytest.raises(TypeError, match="a target name is text such as 'h200' or '8xh100', not 8"):
+    with pytest.raises(ArgumentError, match="a target name is text such as .*, not 8"):
         Target(8)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="target must be a Target, a name or None, not float"):
+    with pytest.raises(ArgumentError, match="target must be a Target, a name or None, not float"):
         Target.resolve(1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="Target has no field 'hbm'; its fields are name, platform"):
+    with pytest.raises(ArgumentError, match="Target has no field 'hbm'; its fields are name"):
         Target("h200", hbm=3)
 
 
