@@ -68,7 +68,7 @@ def test_unknown_names_get_the_nearest_and_the_list(asked, message):
 
 
 def test_a_name_that_is_not_text_says_so():
-    with pytest.raises(ArgumentError, match="a target name is text such as .*, not 8"):
+    with pytest.raises(ArgumentError, match=r"a target name is text such as .*, not 8"):
         Target(8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="target must be a Target, a name or None, not float"):
         Target.resolve(1.5)  # pyright: ignore[reportArgumentType]
