@@ -22,8 +22,9 @@ from jaxmem.units import format_bytes
 from tests.laws import Verdict, judge
 from tests.problems import PROBLEMS
 
-# The smallest budget is looked for in steps of 4%.
-NEAR = 1.05
+# An error names the smallest of six programs that are the same for every budget, so that every
+# larger budget works too; a search for one budget may find a somewhat smaller one.
+NEAR = 1.1
 SHARES = (0.7, 0.5, 0.35)
 TARGETS = ("cpu", "h200")
 HEADINGS = (

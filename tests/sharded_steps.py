@@ -48,6 +48,37 @@ def same(expected, found) -> None:
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
 
 
+def keys_and_one_device() -> None:
+    """Typed keys on other devices, and meshes of one device, are signatures of their own."""
+
+    def draw(key):
+        return jax.random.normal(key, (4,))
+
+    key = jax.random.key(0)
+    keys = [key, jax.device_put(key, jax.devices()[1])]
+    for order in (keys, keys[::-1]):
+        fitted = jaxmem.fit(draw, progress=False)
+        for each in order:
+            same(jax.jit(draw)(each), fitted(each))
+    alone = Mesh(np.array(jax.devices()[:1]), ("d",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones(4), NamedSharding(alone, PartitionSpec("d")))
+    fitted = jaxmem.fit(jnp.sin, progress=False)
+    for each in (jnp.ones(4), x):
+        assert fitted(each).sharding == jax.jit(jnp.sin)(each).sharding
+
+
+def nothing_temporary() -> None:
+    """A step without temporaries on any device has no plan smaller than itself."""
+    x = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh(AxisType.Auto), PartitionSpec("d")))
+    step = jax.grad(lambda x: jnp.sin(jnp.cos(x)).sum())
+    try:
+        jaxmem.plan(step, x, budget=6000, progress=False)
+    except jaxmem.BudgetInfeasibleError as error:
+        assert error.smallest_bytes <= total_bytes(step, x)
+    else:
+        raise AssertionError("6000 bytes hold a quarter of two arrays of 16384")
+
+
 def data_parallel(axis_type: AxisType) -> None:
     """A budget of each device's bytes, results laid out as under jit."""
     over = mesh(axis_type)
@@ -127,6 +158,8 @@ CHECKS = {
     "jitted with shardings": jitted_with_shardings,
     "another device": another_device,
     "ambient mesh": ambient_mesh,
+    "keys and one device": keys_and_one_device,
+    "nothing temporary": nothing_temporary,
 }
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.targets import Target
+from jaxmem.targets.compiling import memory_schedules
 from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, X, deep
+from tests.planner.lines import program
 from tests.problems import assert_same
 
 # --- plans used again ----------------------------------------------------------------------------
@@ -59,6 +64,32 @@ def test_a_plan_sets_no_options_but_those_of_jaxmem(planned_deep):
     changed = dataclasses.replace(plan, options=(("xla_dump_to", "/somewhere"),))
     with pytest.raises(jaxmem.PlanMismatchError, match="compiler options"):
         jaxmem.fit(deep, budget=DEEP_BUDGET, plan=changed, progress=False)(*DEEP_ARGS)
+
+
+def test_a_damaged_option_is_a_plan_mismatch(planned_deep):
+    data = json.loads(planned_deep.plan(*DEEP_ARGS).to_json())
+    data["options"] = [[["x"], "b"]]
+    damaged = jaxmem.Plan.from_json(json.dumps(data))
+    with pytest.raises(jaxmem.PlanMismatchError, match="compiler options"):
+        jaxmem.fit(deep, budget=DEEP_BUDGET, plan=damaged, progress=False)(*DEEP_ARGS)
+
+
+def test_a_keep_all_plan_is_compiled_with_its_own_options():
+    """Whatever the budget of the step that follows it would have chosen."""
+
+    def step(x):
+        return sum((y @ y).sum() for y in [jnp.sin(x @ x * n) for n in range(6)])
+
+    x = jnp.ones((128, 128))
+    plain = jaxmem.plan(step, x, progress=False)
+    compiler = Compiler(program(step, x), Target("cpu"))
+    for options in ({}, *memory_schedules(Target("cpu"))):
+        plan = dataclasses.replace(plain, options=tuple(options.items()))
+        followed = jaxmem.fit(step, budget="1MiB", plan=plan, progress=False).plan(x)
+        expected = compiler.compile(None, options=options).memory.total_bytes
+        assert (followed.options, followed.compiled_bytes) == (plan.options, expected)
+    with pytest.raises(jaxmem.VerificationError, match="Plan again"):
+        jaxmem.fit(step, budget="128KiB", plan=plain, progress=False).plan(x)
 
 
 def test_a_keep_all_plan_is_followed():

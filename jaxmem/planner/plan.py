@@ -193,6 +193,6 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     rounds = tuple(Round(**r) for r in data.pop("rounds"))
     notes = tuple(data.pop("notes"))
     kept = tuple(Kept(**{**k, "names": tuple(k["names"])}) for k in data.pop("kept"))
-    options = tuple((name, value) for name, value in data.pop("options"))
+    options = tuple((str(name), str(value)) for name, value in data.pop("options"))
     lists = {"decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
     return {**data, **lists, "options": options}

@@ -31,8 +31,9 @@ _MOST_TRIED = 40
 # plans of two GPTs of 5,000 operations became 0.03% faster at most (70, 50, 35 and 25%).
 _MOST_WORK = 400_000
 _FEWEST_TRIALS = 60
-# The compiler may make less of a program that the simulator thinks somewhat larger.
-_NEAR_SMALLEST = (1.0, 1.1, 1.35)
+# The compiler may make less of a program that the simulator thinks larger: of an Equinox MLP,
+# XLA:CPU makes 28 MiB of the smallest schedule and 22 of one that should be twice as large.
+_NEAR_SMALLEST = (1.0, 1.1, 1.35, 1.7, 2.0)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ class Search:
         if self.pinned not in self._smallest:
             least = self.bases()[0].temp_bytes
             filled = [self.solve(int(least * near)) for near in _NEAR_SMALLEST]
-            found = {s.key: s for s in (*self.bases()[:2], *filled) if s is not None}
+            found = {s.key: s for s in (self.bases()[0], *filled) if s is not None}
             ordered = sorted(found.values(), key=lambda s: (s.temp_bytes, s.seconds))
             self._smallest[self.pinned] = ordered
         return self._smallest[self.pinned]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 
 from jaxmem import _compat
 from jaxmem.errors import ArgumentError
@@ -80,9 +81,8 @@ def abstract(leaf: Any) -> Any:
 
 def signature(leaf: Any, device: Any) -> Hashable:
     """Equal for leaves that one compiled step can take, arrays or not; asked at every call."""
-    if not _compat.is_concrete(leaf):
-        leaf = abstract(leaf)
-    return leaf.shape, leaf.dtype, bool(leaf.weak_type), layout(leaf, device)
+    aval = leaf if _compat.is_concrete(leaf) else abstract(leaf)
+    return aval.shape, aval.dtype, bool(aval.weak_type), layout(leaf, device)
 
 
 def layout(leaf: Any, device: Any) -> Any:
@@ -95,7 +95,10 @@ def layout(leaf: Any, device: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _unusual(sharding: Any, device: Any) -> Any:
-    if sharding.num_devices > 1:
+    explicit = isinstance(sharding, NamedSharding) and any(
+        kind == AxisType.Explicit for kind in sharding.mesh.axis_types
+    )
+    if sharding.num_devices > 1 or explicit:
         return sharding
     default = jax.sharding.SingleDeviceSharding(device)
     same = sharding.device_set == default.device_set and (

@@ -15,7 +15,7 @@ from jaxmem.runtime import verify
 from jaxmem.targets.compiling import Compiled, compile_for, memory_schedules, runs_here
 from jaxmem.targets.target import Target
 
-MOST_SMALLEST = 5
+MOST_SMALLEST = 6
 
 
 @dataclass(frozen=True, eq=False)

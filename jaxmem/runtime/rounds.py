@@ -23,13 +23,10 @@ from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
 # As written (twice on a CPU), the smallest program (on a CPU once more with other options), at
-# most four searches that do not fit, then at most five of the smallest programs, which are the
+# most three searches that do not fit, then at most six of the smallest programs, which are the
 # same whatever the budget is: so the smallest budget that an error names is always reached.
 _MOST_SEARCHES = 6
-_MOST_FAILURES = 4
-# An error looks this often for a smaller budget to name, each time this much smaller.
-_MOST_PROBES = 4
-_PROBE = 0.96
+_MOST_FAILURES = 3
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
@@ -84,7 +81,7 @@ class _Rounds:
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
         self.fitting: list[tuple[Solution, Compiled, int]] = []
-        self.trialled: set[int] = set()
+        self.trialled: dict[int, int] = {}
         self.scale = 1.0
         self.fixed = compiler.program.fixed_bytes
 
@@ -115,7 +112,7 @@ class _Rounds:
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
         if self.compiler.program.sharded and self.search.keep_all.temp_bytes:
             # The simulator counts whole arrays, the compiler each device's part of them.
-            self.scale = plain.memory.temp_bytes / self.search.keep_all.temp_bytes
+            self.scale = max(plain.memory.temp_bytes, 1) / self.search.keep_all.temp_bytes
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         self._note("keep-all", predicted, predicted, plain)
         options = memory_schedules(self.compiler.target)[-1]
@@ -132,7 +129,7 @@ class _Rounds:
             order = "memory" if options == memory_schedules(self.compiler.target)[-1] else "speed"
             predicted = self._predicted(self.search.bases()[0])
             self._note(f"smallest, scheduled for {order}", predicted, predicted, compiled)
-            self.trialled.add(id(compiled))
+            self.trialled[id(compiled)] = len(self.rounds) - 1
 
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
@@ -147,7 +144,8 @@ class _Rounds:
         self.report("compiling the plan")
         problem, options = "", dict(plan.options)
         if solution is None:
-            compiled = self._plain_within_budget()
+            compiled = self.compiler.compile(None, options=options)
+            self._note("as planned", plan.predicted_bytes, plan.predicted_bytes, compiled)
         else:
             self._announce(solution)
             attempt = self.compiler.attempt(solution, options=options)
@@ -202,7 +200,7 @@ class _Rounds:
             elif self.fitting:
                 return
             else:
-                limit = int(min(limit, solution.temp_bytes) * room / used * _AIM)
+                limit = int(min(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
 
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
@@ -225,8 +223,11 @@ class _Rounds:
     def _record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
         solution, compiled = attempt.solution, attempt.compiled
         predicted = self._predicted(solution)
-        if id(compiled) not in self.trialled or attempt.problem:
+        trial = self.trialled.get(id(compiled))
+        if trial is None:
             self._note(name, self.fixed + limit, predicted, compiled, attempt.problem)
+        else:
+            self.rounds[trial] = replace(self.rounds[trial], problem=attempt.problem)
         self.tried.add(solution.key)
         if solution.temp_bytes:
             self.scale = compiled.memory.temp_bytes / solution.temp_bytes
@@ -287,31 +288,6 @@ class _Rounds:
             return compiler.options
         return {} if compiled is compiler.keep_all() else memory_schedules(compiler.target)[-1]
 
-    def _probed(self, smallest: int, solution: Solution | None) -> tuple[int, Solution | None]:
-        """A smaller budget than ``smallest`` that the search keeps, if there is one.
-
-        The compiler sometimes makes less of a larger schedule (XLA:CPU: a searched one of 20 MiB
-        where the smallest ones compile to 24). What is named is the budget that was searched for,
-        because the search goes the same way when it is asked for again.
-        """
-        for _ in range(_MOST_PROBES):
-            budget = int(smallest * _PROBE)
-            if budget <= max(self.budget, self.fixed):
-                break
-            probe = _Rounds(self.compiler, budget, self.report)
-            if not probe.search_only():
-                break
-            smallest, solution = budget, probe.best()[0]
-        return smallest, solution
-
-    def search_only(self) -> bool:
-        """Search as for a plan; whether a program within the budget was found."""
-        self.search.unpin()
-        self._plain_within_budget()
-        self._note_trials()
-        self._tighten()
-        return bool(self.fitting)
-
     def best(self) -> tuple[Solution, Compiled, int]:
         """The quickest program that fits."""
         return min(self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes))
@@ -335,7 +311,7 @@ class _Rounds:
                 undone.append((total, attempt.problem))
             else:
                 found.append((total, attempt.solution))
-        smallest, solution = self._probed(*min(found, key=lambda f: f[0]))
+        smallest, solution = min(found, key=lambda f: f[0])
         for total, problem in undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
