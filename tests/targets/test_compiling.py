@@ -53,6 +53,8 @@ def test_pytrees_keys_and_weak_types_are_taken(target):
     aval = jax.make_jaxpr(lambda x: x)(2.0).in_avals[0]
     compiled = compile_for(target, lambda s: jnp.ones((2,), jnp.bfloat16) * s, [aval])
     assert "bf16[2]" in compiled.hlo_text()
+    # A Linen TrainState counts its steps in a Python number.
+    assert compile_for(target, lambda n: n + 1, [3]).memory.argument_bytes == 4
 
 
 def test_what_is_compiled_for_this_machine_runs():
