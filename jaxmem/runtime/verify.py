@@ -20,7 +20,7 @@ _KERNELS = ("dot_general", "conv_general_dilated")
 # an activation, is recomputed under the same name and is never merged. A kernel is known by its
 # own name, which it keeps when XLA makes something else of it (a reduction), or by its opcode:
 # XLA gives it the name of what it folds into it, such as a transposition of the result (every
-# layer of an Equinox MLP under vmap) or a bias.
+# layer of an Equinox MLP under vmap).
 _TAG = re.compile(r"jaxmem\.recompute\.[^/\")]+")
 _NAMED = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
 _OPCODE = re.compile(r" (?:dot|convolution)\(| custom-call\(.*(?:gemm|matmul|conv|cublas|cudnn)")
