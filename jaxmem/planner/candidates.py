@@ -1,28 +1,21 @@
-"""What a plan can decide about: turns, the values that may be kept across them, and valleys.
-
-Valleys are the places of a forward pass where little is live: between the blocks of a network.
-Keeping what is live in the valleys and nothing else is the classic checkpointing of blocks
-(Chen et al. 2016), found from the program instead of being written by hand.
-"""
+"""What a plan can decide about: turns, the values that may be kept across them, and valleys."""
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxmem import _compat
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.valleys import low_positions, valley_positions
 from jaxmem.program.fusion import Fusion, fuse
 from jaxmem.program.ir import Op, Value
 from jaxmem.program.loops import Nest, is_backward
 from jaxmem.program.primitives import Kind, may_repeat
 
-# A valley must be this much lower than the hills on both sides of it.
-_PROMINENCE = 1.2
 # With fewer valleys than this the forward pass is a plain chain, and any low place is a cut.
 _FEWEST_VALLEYS = 2
 # A forward pass shorter than this many operations is not worth a turn of its own.
@@ -195,41 +188,3 @@ def _valleys(
     if len(positions) < _FEWEST_VALLEYS:
         positions = list(low_positions(widths, held))
     return [(i, frozenset(held[i])) for i in positions if held[i]]
-
-
-def low_positions(widths: Sequence[int], held: Sequence[tuple[str, ...]]) -> Iterator[int]:
-    """Positions no wider than half of all are, one for each set of live values.
-
-    These are the cuts of a chain without valleys, such as layers of equal width.
-
-    >>> list(low_positions([4, 4, 9, 4, 9], [("a",), ("a",), ("a", "b"), ("c",), ("c", "d")]))
-    [0, 3]
-    """
-    low = statistics.median_low([w for w, names in zip(widths, held, strict=True) if names] or [0])
-    before: tuple[str, ...] = ()
-    for index, (width, names) in enumerate(zip(widths, held, strict=True)):
-        if names and width <= low and names != before:
-            before = names
-            yield index
-
-
-def valley_positions(widths: Sequence[int]) -> Iterator[int]:
-    """Positions of local minima that stand out from the hills on both sides.
-
-    >>> list(valley_positions([5, 1, 5, 2, 6]))
-    [1, 3]
-    >>> list(valley_positions([5, 5, 5]))
-    []
-    """
-    low, low_at = None, -1
-    hill = 0
-    for index, width in enumerate(widths):
-        if low is None:
-            hill = max(hill, width)
-            if width and width * _PROMINENCE <= hill:
-                low, low_at = width, index
-        elif width < low:
-            low, low_at = width, index
-        elif width >= low * _PROMINENCE:
-            yield low_at
-            low, hill = None, width

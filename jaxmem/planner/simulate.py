@@ -15,7 +15,7 @@ from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 
 # Operations XLA runs in place when the operand they update is not needed any more.
-_IN_PLACE = frozenset(
+IN_PLACE = frozenset(
     [
         "dynamic_update_slice",
         "scatter",
@@ -191,7 +191,7 @@ def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Va
 
 def _written_over(op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value]) -> list[Value]:
     """The operands that die here and that results of the same size are written over."""
-    if kind is not Kind.FUSED and op.name not in _IN_PLACE:
+    if kind is not Kind.FUSED and op.name not in IN_PLACE:
         return []
     free = [v for v in dying if v not in born]
     over = []

@@ -1,0 +1,98 @@
+"""A line of operations as the problem of its kernels: what is fused away has no part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxmem.planner.level import kept_name
+from jaxmem.planner.problem import Kernel, Problem
+from jaxmem.planner.simulate import IN_PLACE, Simulator
+from jaxmem.program.fusion import fuse
+from jaxmem.program.ir import Block, Op, Value
+from jaxmem.program.primitives import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLine:
+    """A problem and what its numbers stand for.
+
+    Attributes:
+        problem: the line of kernels.
+        ops: the operation behind each kernel.
+        values: the buffer behind each number.
+        names: how each droppable number stands in a kept set.
+    """
+
+    problem: Problem
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    names: dict[int, str]
+
+    def numbers(self, names: frozenset[str]) -> frozenset[int]:
+        """The values of a kept set."""
+        return frozenset(v for v in self.problem.droppable if self.names[v] in names)
+
+    def kept(self, numbers: frozenset[int]) -> frozenset[str]:
+        """The kept set of values."""
+        return frozenset(self.names[v] for v in numbers)
+
+
+def fused_line(
+    block: Block,
+    ops: Sequence[Op],
+    turn: int,
+    simulator: Simulator,
+    repeatable: Callable[[Op], bool],
+    *,
+    d2h_bytes_per_second: float = 0.0,
+    h2d_bytes_per_second: float = 0.0,
+) -> FusedLine:
+    """The problem of ``ops``, which stand for the operations of ``block``.
+
+    Args:
+        block: gives inputs and outputs.
+        ops: its operations; loops inside may be written out already.
+        turn: the operation at which the late part starts.
+        simulator: gives seconds and working bytes of single operations.
+        repeatable: whether an operation may run again.
+    """
+    fusion = fuse(block.inputs, ops, block.outputs)
+    results = {r for v in block.outputs if isinstance(v, Value) for r in fusion.roots[v]}
+    numbers: dict[Value, int] = {}
+
+    def number(value: Value) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    kernels: list[Kernel] = []
+    behind: list[Op] = []
+    late_from = 0
+    for index, (op, kind, made) in enumerate(zip(ops, fusion.kinds, fusion.made, strict=True)):
+        if index == turn:
+            late_from = len(kernels)
+        if not made and kind is not Kind.OPAQUE:
+            continue
+        reads = dict.fromkeys([r for v in op.values for r in fusion.roots[v]])
+        kernels.append(
+            Kernel(
+                seconds=simulator.seconds(op, kind, fusion.roots) if made else 0.0,
+                reads=tuple([number(r) for r in reads]),
+                makes=tuple([number(v) for v in made]),
+                repeatable=repeatable(op.origin),
+                working_bytes=simulator.working_bytes(op) if kind is Kind.OPAQUE else 0,
+                in_place=kind is Kind.FUSED or op.name in IN_PLACE,
+            )
+        )
+        behind.append(op)
+    values = tuple(numbers)
+    problem = Problem(
+        kernels=tuple(kernels),
+        nbytes=tuple([v.nbytes for v in values]),
+        turn=late_from,
+        results=frozenset(numbers[v] for v in results if v in numbers),
+        d2h_bytes_per_second=d2h_bytes_per_second,
+        h2d_bytes_per_second=h2d_bytes_per_second,
+    )
+    names = {v: kept_name(behind[problem.made[v]], values[v]) for v in problem.droppable}
+    return FusedLine(problem, tuple(behind), values, names)
+

@@ -1,0 +1,287 @@
+"""The problem every solver solves: one straight line of kernels, and what crosses its turns.
+
+A line is what XLA runs once the element-wise work is fused: kernels in order, each reading and
+writing buffers. At a turn (where a forward pass ends, or anywhere after that) every buffer made
+before it is kept on the device, kept on the host, or dropped; what is dropped is made again at its
+next use. :meth:`Problem.run` plays a choice through on paper. It is twenty times faster than writing
+the program out and simulating it, and says the same (tests/planner/test_problem.py); the written-out
+program has the last word all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, or one call that is planned whole.
+
+    Attributes:
+        seconds: how long it runs.
+        reads: the values it reads from memory, by number.
+        makes: the values it writes.
+        repeatable: whether it may run again.
+        working_bytes: bytes that live only while it runs.
+        in_place: whether a result may take the place of an operand that dies here.
+    """
+
+    seconds: float
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    repeatable: bool = True
+    working_bytes: int = 0
+    in_place: bool = False
+
+
+class Turn(NamedTuple):
+    """What crosses one place of the line; all else that was made before it is dropped there.
+
+    Attributes:
+        at: the kernel before which it is.
+        keep: values that stay on the device.
+        offload: values that cross it in host memory.
+    """
+
+    at: int
+    keep: frozenset[int]
+    offload: frozenset[int] = frozenset()
+
+
+Choice = tuple[Turn, ...]
+"""The turns of a line, in order; only the first one offloads."""
+
+
+class Run(NamedTuple):
+    """What a choice needs.
+
+    Attributes:
+        peak_bytes: the most device bytes live at once; ``late_peak_bytes`` from the turn on.
+        host_bytes: the most host bytes.
+        seconds: compute, recomputation and the part of transfers that nothing hides.
+        recompute_seconds: of these, the kernels that ran again.
+        exposed_seconds: of these, waiting for transfers.
+        again: the kernels that ran again, in order.
+    """
+
+    peak_bytes: int
+    late_peak_bytes: int
+    host_bytes: int
+    seconds: float
+    recompute_seconds: float
+    exposed_seconds: float
+    again: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A line of kernels with one main turn.
+
+    Attributes:
+        kernels: in the order they run.
+        nbytes: device bytes of every value.
+        turn: where the first late kernel is.
+        results: values that are returned; they have buffers of their own, copies do not.
+        d2h_bytes_per_second: device to host, 0 where nothing can be offloaded.
+        h2d_bytes_per_second: host to device.
+    """
+
+    kernels: tuple[Kernel, ...]
+    nbytes: tuple[int, ...]
+    turn: int
+    results: frozenset[int] = frozenset()
+    d2h_bytes_per_second: float = 0.0
+    h2d_bytes_per_second: float = 0.0
+    made: dict[int, int] = field(init=False, repr=False)
+    droppable: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        made = {v: index for index, k in enumerate(self.kernels) for v in k.makes}
+        late = {v for k in self.kernels[self.turn :] for v in k.reads} | self.results
+        wanted = self._ancestors(late, made)
+        object.__setattr__(self, "made", made)
+        object.__setattr__(
+            self,
+            "droppable",
+            tuple(
+                v
+                for k in self.kernels[: self.turn]
+                if k.repeatable
+                for v in k.makes
+                if v not in self.results and v in wanted
+            ),
+        )
+
+    def _ancestors(self, late: Iterable[int], made: dict[int, int]) -> set[int]:
+        """What the late part reads, and everything that is made from."""
+        wanted: set[int] = set()
+        stack = list(late)
+        while stack:
+            value = stack.pop()
+            if value not in wanted:
+                wanted.add(value)
+                stack.extend(self.kernels[made[value]].reads if value in made else ())
+        return wanted
+
+    @property
+    def keep_all(self) -> Choice:
+        """Nothing is dropped."""
+        return (Turn(self.turn, frozenset(self.droppable)),)
+
+    def keeping(self, keep: Iterable[int], offload: Iterable[int] = ()) -> Choice:
+        """The choice that drops all but these at the main turn."""
+        return (Turn(self.turn, frozenset(keep), frozenset(offload)),)
+
+    def run(self, choice: Choice) -> Run:
+        """Play a choice through on paper."""
+        return _Play(self, choice).run()
+
+
+class _Play:
+    """One run of a line: which kernels run, in which order, and what lives meanwhile."""
+
+    def __init__(self, problem: Problem, choice: Choice):
+        self.problem, self.choice = problem, choice
+        self.kernels, self.made = problem.kernels, problem.made
+        # Instances of values: a value made again, or fetched, is another instance.
+        self.value: list[int] = []
+        self.start: list[int] = []
+        self.end: list[int] = []
+        self.now: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.dropped: set[int] = set()
+        self.steps: list[int] = []
+        self.again: list[int] = []
+        self.sent: dict[int, int] = {}
+        self.fetched: dict[int, int] = {}
+
+    def run(self) -> Run:
+        turns = {turn.at: turn for turn in self.choice}
+        for index in range(len(self.kernels)):
+            turn = turns.get(index)
+            if turn is not None:
+                self._pass(turn)
+            kernel = self.kernels[index]
+            if self.gone and not self.gone.isdisjoint(kernel.reads):
+                for position in self._missing(kernel.reads):
+                    self.again.append(position)
+                    self._step(position, again=True)
+            self._step(index)
+        return self._judge()
+
+    def _pass(self, turn: Turn) -> None:
+        """At a turn what is not kept is gone, and what is offloaded has to be fetched."""
+        for value in self.problem.droppable:
+            if value in turn.offload:
+                self.sent[value] = self.now[value]
+                del self.now[value]
+            elif value not in turn.keep:
+                self.now.pop(value, None)
+                self.gone.add(value)
+                self.dropped.add(value)
+
+    def _missing(self, values: Sequence[int]) -> list[int]:
+        positions: set[int] = set()
+        stack = [v for v in values if v in self.gone]
+        while stack:
+            position = self.made[stack.pop()]
+            if position not in positions:
+                positions.add(position)
+                stack.extend([v for v in self.kernels[position].reads if v in self.gone])
+        return sorted(positions)
+
+    def _step(self, index: int, again: bool = False) -> None:
+        kernel, step = self.kernels[index], len(self.steps)
+        self.steps.append(index)
+        for value in kernel.reads:
+            instance = self.now.get(value)
+            if instance is None:
+                if value not in self.sent:
+                    continue  # An argument of the line.
+                instance = self.now[value] = self.fetched[value] = self._new(value, step)
+            self.end[instance] = step
+        for value in kernel.makes:
+            instance = self._new(value, step)
+            if not again or value in self.dropped:
+                self.gone.discard(value)
+                self.now[value] = instance
+
+    def _new(self, value: int, step: int) -> int:
+        instance = len(self.value)
+        self.value.append(value)
+        self.start.append(step)
+        self.end.append(step)
+        return instance
+
+    def _judge(self) -> Run:
+        kernels, nbytes = self.kernels, self.problem.nbytes
+        compute = sum([kernels[index].seconds for index in self.steps])
+        exposed = self._transfer() if self.sent else 0.0
+        born: list[list[int]] = [[] for _ in self.steps]
+        dying: list[list[int]] = [[] for _ in self.steps]
+        brief = [0] * len(self.steps)
+        returned = {self.now[value] for value in self.problem.results if value in self.now}
+        spans = zip(self.value, self.start, self.end, strict=True)
+        for instance, (value, start, end) in enumerate(spans):
+            if instance in returned:
+                continue
+            if start == end:
+                brief[start] += nbytes[value]
+            else:
+                born[start].append(nbytes[value])
+                dying[end].append(nbytes[value])
+        live, timeline = 0, []
+        for step, index in enumerate(self.steps):
+            kernel = kernels[index]
+            live += sum(born[step])
+            now = live + brief[step] + kernel.working_bytes
+            if kernel.in_place and dying[step]:
+                now -= _taken(born[step], dying[step])
+            timeline.append(now)
+            live -= sum(dying[step])
+        again = sum([kernels[index].seconds for index in self.again])
+        host = sum([nbytes[v] for v in self.sent])
+        late = max(timeline[self.problem.turn :], default=0)
+        peak = max(timeline, default=0)
+        return Run(peak, late, host, compute + exposed, again, exposed, tuple(self.again))
+
+    def _transfer(self) -> float:
+        """Time the copies; extend lifetimes to where they end and start; what stays exposed.
+
+        Copies to the host run in the order the values are made, each as soon as the link is free.
+        What has not ended when the late part starts is waited for. Copies from the host run as late
+        as they can; what would have to start before the late part is waited for, too.
+        """
+        problem, begins = self.problem, [0.0]
+        for index in self.steps:
+            begins.append(begins[-1] + self.kernels[index].seconds)
+        late = problem.turn
+        turn_time, link = begins[late], 0.0
+        for value, instance in sorted(self.sent.items(), key=lambda item: self.start[item[1]]):
+            ready = begins[self.start[instance] + 1]
+            link = max(link, ready) + problem.nbytes[value] / problem.d2h_bytes_per_second
+            copied = next((s for s in range(late) if begins[s + 1] >= link), late - 1)
+            self.end[instance] = max(self.end[instance], copied)
+        exposed = max(0.0, link - turn_time)
+        following = begins[-1]
+        for value, instance in sorted(self.fetched.items(), key=lambda item: -self.start[item[1]]):
+            used = begins[self.start[instance]]
+            following = min(used, following) - (
+                problem.nbytes[value] / problem.h2d_bytes_per_second
+            )
+            first = next((s for s in range(late, len(begins)) if begins[s + 1] > following), late)
+            self.start[instance] = min(self.start[instance], first)
+        return exposed + max(0.0, turn_time - following)
+
+
+def _taken(born: Sequence[int], dying: Sequence[int]) -> int:
+    """Bytes of results that take the place of an operand of the same size."""
+    free = list(dying)
+    taken = 0
+    for size in born:
+        if size in free:
+            free.remove(size)
+            taken += size
+    return taken

@@ -1,0 +1,185 @@
+"""Cut a line into stages where little is live, and find the ways to keep each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxmem.planner.problem import Choice, Kernel, Problem, Turn
+from jaxmem.planner.solvers import milp
+from jaxmem.planner.solvers.chain import Option, Stage, Visit
+from jaxmem.planner.valleys import low_positions, valley_positions
+
+# With fewer valleys than this the forward pass is a plain chain, and any low place is a cut.
+_FEWEST_VALLEYS = 2
+# How many ways to keep a stage are looked at, from nothing to everything.
+_MOST_OPTIONS = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """One stage of a line.
+
+    Attributes:
+        early: its kernels on the way forward, first and one past the last.
+        late: its kernels on the way back.
+        handed: what crosses to the next stage.
+        options: for each option of ``stage`` the values that are kept.
+        stage: what the chain solver is told.
+    """
+
+    early: tuple[int, int]
+    late: tuple[int, int]
+    handed: frozenset[int]
+    options: tuple[frozenset[int], ...]
+    stage: Stage
+
+
+class Stages:
+    """The stages of a line, equal ones looked at once."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._known: dict[tuple, tuple[tuple[frozenset[int], ...], Stage]] = {}
+        places = [(at + 1, held) for at, held in cut_places(problem) if at + 1 < problem.turn]
+        bounds = [0, *(at for at, _ in places), problem.turn]
+        crossing = [*(held for _, held in places), frozenset[int]()]
+        early = [(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        late = self._late(early, crossing)
+        self.cuts = [
+            self._cut(span, back, handed)
+            for span, back, handed in zip(early, late, crossing, strict=True)
+        ]
+
+    def _late(
+        self, early: Sequence[tuple[int, int]], crossing: Sequence[frozenset[int]]
+    ) -> list[tuple[int, int]]:
+        """The late kernels of each stage: back from the last stage, as far as order allows.
+
+        What a stage was handed belongs to it: the gradient of a weight reads the layer's input.
+        """
+        problem, stage_of = self.problem, {}
+        for number, (start, end) in enumerate(early):
+            for kernel in problem.kernels[start:end]:
+                stage_of.update(dict.fromkeys(kernel.makes, number))
+        for number, handed in enumerate(crossing):
+            stage_of.update(dict.fromkeys(handed, number + 1))
+        spans = {number: [len(problem.kernels)] * 2 for number in range(len(early))}
+        current, start = len(early) - 1, problem.turn
+        droppable = set(problem.droppable)
+        for index in range(problem.turn, len(problem.kernels)):
+            own = [stage_of[v] for v in problem.kernels[index].reads if v in droppable]
+            if own and max(own) < current:
+                spans[current] = [start, index]
+                for skipped in range(max(own) + 1, current):
+                    spans[skipped] = [index, index]
+                current, start = max(own), index
+        spans[current] = [start, len(problem.kernels)]
+        return [(spans[n][0], spans[n][1]) for n in range(len(early))]
+
+    def _cut(self, early: tuple[int, int], late: tuple[int, int], handed: frozenset[int]) -> Cut:
+        sub, numbers = self._alone(early, late)
+        inside = frozenset(n for n, v in enumerate(numbers) if v in handed)
+        key = (sub.kernels, sub.nbytes, sub.turn, inside)
+        if key not in self._known:
+            self._known[key] = _options(sub, inside)
+        kept, stage = self._known[key]
+        handed_bytes = sum(self.problem.nbytes[v] for v in handed)
+        stage = Stage(stage.seconds, handed_bytes, stage.running_bytes, stage.options)
+        options = tuple(frozenset(numbers[n] for n in keep) for keep in kept)
+        return Cut(early, late, handed, options, stage)
+
+    def _alone(self, early: tuple[int, int], late: tuple[int, int]) -> tuple[Problem, list[int]]:
+        """The stage as a problem of its own; what comes from outside is given."""
+        numbers: dict[int, int] = {}
+        kernels = []
+        for index in (*range(*early), *range(*late)):
+            kernel = self.problem.kernels[index]
+            reads = tuple([numbers.setdefault(v, len(numbers)) for v in kernel.reads])
+            makes = tuple([numbers.setdefault(v, len(numbers)) for v in kernel.makes])
+            kernels.append(
+                Kernel(
+                    kernel.seconds,
+                    reads,
+                    makes,
+                    kernel.repeatable,
+                    kernel.working_bytes,
+                    kernel.in_place,
+                )
+            )
+        values = list(numbers)
+        results = frozenset(numbers[v] for v in self.problem.results if v in numbers)
+        nbytes = tuple([self.problem.nbytes[v] for v in values])
+        return Problem(tuple(kernels), nbytes, early[1] - early[0], results), values
+
+    @property
+    def distinct(self) -> int:
+        """How many stages differ from one another."""
+        return len(self._known)
+
+    @property
+    def chain(self) -> list[Stage]:
+        """What the chain solver is told."""
+        return [cut.stage for cut in self.cuts]
+
+    def choice(self, visits: Sequence[Visit]) -> Choice:
+        """The turns that a solution of the chain stands for.
+
+        What one visit holds and the visit before did not is made after the turn between them.
+        """
+        turns: dict[int, Turn] = {}
+        before = frozenset(self.problem.droppable)
+        for number, visit in enumerate(visits):
+            at = self.problem.turn if number == 0 else self.cuts[visit.stage].late[0]
+            held = self._held(visit)
+            if at < len(self.problem.kernels):
+                both = turns[at].keep & held if at in turns else before & held
+                turns[at] = Turn(at, both)
+            before = held
+        return tuple(turns[at] for at in sorted(turns))
+
+    def _held(self, visit: Visit) -> frozenset[int]:
+        held = set(self.cuts[visit.stage].options[visit.option])
+        held.update(*(self.cuts[stage].handed for stage in visit.held))
+        held.update(*(self.cuts[stage].options[option] for stage, option in visit.kept))
+        return frozenset(held.intersection(self.problem.droppable))
+
+
+def _options(
+    sub: Problem, handed: frozenset[int]
+) -> tuple[tuple[frozenset[int], ...], Stage]:
+    """The ways to keep one stage, nothing first; what it hands on costs nothing more."""
+    keeps = [frozenset[int]()]
+    for keep in milp.kept_within(sub, handed, _MOST_OPTIONS):
+        if keep not in keeps:
+            keeps.append(keep)
+    runs = [sub.run(sub.keeping(keep)) for keep in keeps]
+    sizes = [sum(sub.nbytes[v] for v in keep - handed) for keep in keeps]
+    options = tuple(
+        Option(size, run.recompute_seconds, max(0, run.late_peak_bytes - size))
+        for size, run in zip(sizes, runs, strict=True)
+    )
+    seconds = sum(k.seconds for k in sub.kernels[: sub.turn])
+    forward = Problem(sub.kernels[: sub.turn], sub.nbytes, sub.turn)
+    running = forward.run(()).peak_bytes
+    return tuple(keeps), Stage(seconds, 0, running, options)
+
+
+def cut_places(problem: Problem) -> Iterator[tuple[int, frozenset[int]]]:
+    """The early kernels after which little crosses to the rest of the way forward."""
+    last: dict[int, int] = {}
+    for index, kernel in enumerate(problem.kernels[: problem.turn]):
+        for value in kernel.reads:
+            last[value] = index
+    live: set[int] = set()
+    held: list[frozenset[int]] = []
+    droppable = set(problem.droppable)
+    for index, kernel in enumerate(problem.kernels[: problem.turn]):
+        live.update(v for v in kernel.makes if last.get(v, -1) > index and v in droppable)
+        live.difference_update([v for v in kernel.reads if last[v] == index])
+        held.append(frozenset(live))
+    widths = [sum(problem.nbytes[v] for v in values) for values in held]
+    positions = list(valley_positions(widths))
+    if len(positions) < _FEWEST_VALLEYS:
+        positions = list(low_positions(widths, held))
+    return ((p, held[p]) for p in positions if held[p])
