@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem import _compat
@@ -20,6 +20,7 @@ from jaxmem.program.primitives import Kind, may_repeat
 _FEWEST_VALLEYS = 2
 # A forward pass shorter than this many operations is not worth a turn of its own.
 _SHORTEST_PASS = 2
+_DOTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "scaled_matmul"])
 
 
 @dataclass(frozen=True)
@@ -188,3 +189,25 @@ def _valleys(
     if len(positions) < _FEWEST_VALLEYS:
         positions = list(low_positions(widths, held))
     return [(i, frozenset(held[i])) for i in positions if held[i]]
+
+
+def stock_keeps(found: Sequence[TurnChoices]) -> Iterator[tuple[str, dict[Turn, frozenset[str]]]]:
+    """What JAX's own policies save, on their own and with what is live between the blocks.
+
+    The second is what ``jax.checkpoint`` of each block with that policy keeps.
+    """
+    rules: dict[str, Callable[[Candidate], bool]] = {
+        "everything_saveable": lambda c: True,
+        "nothing_saveable": lambda c: False,
+        "dots_saveable": lambda c: c.op.name in _DOTS,
+        "dots_with_no_batch_dims_saveable": lambda c: c.op.name in _DOTS and not _batched(c.op),
+    }
+    for name, saves in rules.items():
+        saved = {c.turn: frozenset(k.name for k in c.candidates if saves(k)) for c in found}
+        yield name, saved
+        yield f"{name} per block", {c.turn: saved[c.turn].union(*c.valleys) for c in found}
+
+
+def _batched(op: Op) -> bool:
+    """Whether a matrix product has batch dimensions, which JAX's policy does not save."""
+    return op.name == "dot_general" and bool(op.eqn.params["dimension_numbers"][1][0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmem.planner.level import kept_name
-from jaxmem.planner.problem import Kernel, Problem
+from jaxmem.planner.problem import Choice, Kernel, Problem, Run
+from jaxmem.planner.problem import Turn as ProblemTurn
+from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.simulate import IN_PLACE, Simulator
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Value
@@ -22,16 +25,33 @@ class FusedLine:
         ops: the operation behind each kernel.
         values: the buffer behind each number.
         names: how each droppable number stands in a kept set.
+        places: the position of each kernel's operation.
     """
 
     problem: Problem
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     names: dict[int, str]
+    places: tuple[int, ...]
 
     def numbers(self, names: frozenset[str]) -> frozenset[int]:
         """The values of a kept set."""
-        return frozenset(v for v in self.problem.droppable if self.names[v] in names)
+        return frozenset([v for v, name in self.names.items() if name in names])
+
+    def run(self, keep: Keep, main: Turn) -> Run:
+        """What a kept set needs on paper; ``main`` is where the late part starts."""
+        turns = sorted((turn[1], self.numbers(kept)) for turn, kept in keep.items())
+        choice = tuple([ProblemTurn(bisect_left(self.places, at), kept) for at, kept in turns])
+        assert choice[0].at == self.problem.turn, main
+        return self.problem.run(choice)
+
+    def keep_of(self, choice: Choice, main: Turn) -> dict[Turn, frozenset[str]]:
+        """The kept sets that a choice stands for."""
+        path, _ = main
+        keep: dict[Turn, frozenset[str]] = {main: self.kept(choice[0].keep)}
+        for turn in choice[1:]:
+            keep[path, self.places[turn.at]] = StillKept(self.kept(turn.keep))
+        return keep
 
     def kept(self, numbers: frozenset[int]) -> frozenset[str]:
         """The kept set of values."""
@@ -66,6 +86,7 @@ def fused_line(
 
     kernels: list[Kernel] = []
     behind: list[Op] = []
+    places: list[int] = []
     late_from = 0
     for index, (op, kind, made) in enumerate(zip(ops, fusion.kinds, fusion.made, strict=True)):
         if index == turn:
@@ -84,6 +105,7 @@ def fused_line(
             )
         )
         behind.append(op)
+        places.append(index)
     values = tuple(numbers)
     problem = Problem(
         kernels=tuple(kernels),
@@ -94,5 +116,4 @@ def fused_line(
         h2d_bytes_per_second=h2d_bytes_per_second,
     )
     names = {v: kept_name(behind[problem.made[v]], values[v]) for v in problem.droppable}
-    return FusedLine(problem, tuple(behind), values, names)
-
+    return FusedLine(problem, tuple(behind), values, names, tuple(places))

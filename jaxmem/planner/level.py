@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmem.program.fusion import repeated_numbers
+from jaxmem.program.fusion import fuse, repeated_numbers
 from jaxmem.program.ir import Atom, Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
@@ -14,6 +14,17 @@ from jaxmem.program.primitives import Kind, kind_of
 _MOST_YOUNG = 16
 # What is never fused into whatever reads it.
 _BUFFERS = frozenset([Kind.OPAQUE, Kind.REDUCE])
+
+
+class StillKept(frozenset[str]):
+    """What is kept at a turn inside a late part: of what was made before that part, what stays.
+
+    Everything made since is kept. Such turns are where nested recomputation drops again what it
+    made again.
+    """
+
+    __slots__ = ()
+
 
 Turns = Sequence[tuple[int, frozenset[str] | None]]
 """Positions of turns and the names kept across each; ``None`` marks a place and drops nothing."""
@@ -42,6 +53,8 @@ class Facts:
         read_until: the last operation that reads each value itself.
         depth: how many operations must run one after the other to have each value.
         numbers: values that the compiler knows; nothing is gained by making them again.
+        roots: the buffers behind each value.
+        kernel_end: for each operation the next one that writes a buffer: what is between is fused.
     """
 
     block: Block
@@ -54,6 +67,8 @@ class Facts:
     read_until: dict[Value, int]
     depth: dict[Value, int]
     numbers: set[Value]
+    roots: dict[Value, tuple[Value, ...]]
+    kernel_end: tuple[int, ...]
 
     @classmethod
     def of(
@@ -72,6 +87,7 @@ class Facts:
             if value not in fixed
         )
         made = {value: index for index, op in enumerate(ops) for value in op.outputs}
+        fusion = fuse(block.inputs, ops, block.outputs)
         return cls(
             block=block,
             carried=carried,
@@ -84,6 +100,8 @@ class Facts:
             | dict.fromkeys(returned, len(ops)),
             depth=_depth(ops, numbers),
             numbers=numbers,
+            roots=fusion.roots,
+            kernel_end=_kernel_ends([bool(written) for written in fusion.made]),
         )
 
 
@@ -102,9 +120,15 @@ class Level:
     def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, host: bool):
         self.facts, self.ops, self.made = facts, facts.ops, facts.made
         self.barriers, self.host = barriers, host
-        self.turns = [(turn, self._dropped_at(turn, kept)) for turn, kept in turns]
-        self.leaving = {v for _, values in self.turns for v in values}
+        self.turns: list[tuple[int, int, list[Value]]] = []
+        since = 0
+        for turn, kept in turns:
+            since = since if isinstance(kept, StillKept) else turn
+            self.turns.append((turn, since, self._dropped_at(since, kept)))
+        self.leaving = {v for _, _, values in self.turns for v in values}
+        self.remade: set[int] = set()
         self.turn = 0
+        self.looked = 0
         self.dropped: set[Value] = set()
         self.gone: set[Value] = set()
         self.again: dict[Value, Value] = {}
@@ -132,10 +156,10 @@ class Level:
         first_turn = min(self.turns[0][0], end) if self.turns else end
         self.emitted.extend(self.ops[:first_turn])
         self.noted = first_turn
-        turns = dict(self.turns)
+        turns = {turn: (since, values) for turn, since, values in self.turns}
         for index in range(first_turn, end):
             if index in turns:
-                self._pass(index, turns[index])
+                self._pass(*turns[index])
             self._emit_late(index, self.ops[index])
         block = self.facts.block
         carried = block.outputs[: self.facts.carried]
@@ -144,23 +168,26 @@ class Level:
         return Block(block.path, block.inputs, tuple(self.emitted), outputs), first_turn
 
     def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
-        """A turn: what it drops is gone from here on, what it keeps is fresh."""
-        self.turn = turn
+        """A turn: what it drops is gone from here on, what it keeps is fresh.
+
+        A turn inside a late part drops what was made before that part, and made again since.
+        """
+        inside, self.turn, self.looked = turn == self.turn, turn, 0
         self.dropped.update(dropped)
         self.gone.update(dropped)
         for value in dropped:
             self.again.pop(value, None)
-        if self.barriers:
+        if self.barriers and not inside:
             before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
             self.fresh.update([v for _, v, _ in before])
             self.fresh.difference_update(self.dropped, self.late)
+        self.fresh.difference_update(self.dropped)
         self.touched.update(self.dropped, self.fresh)
 
     def _emit_late(self, index: int, op: Op) -> None:
+        if index >= self.looked:
+            self._before_kernel(index, op)
         if not self.touched.isdisjoint(op.values):
-            missing = [v for v in op.values if v in self.gone]
-            if missing:
-                self._rebuild(missing, index, op)
             kept = [v for v in op.values if v in self.fresh]
             if kept:
                 self._hold_back(kept, index, op)
@@ -168,6 +195,18 @@ class Level:
                 inputs = [self._now(v) if isinstance(v, Value) else v for v in op.inputs]
                 op = Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)
         self.emitted.append(op)
+
+    def _before_kernel(self, index: int, op: Op) -> None:
+        """Make again what the next kernel needs, before anything that is fused into it.
+
+        In the middle of a kernel the barrier could only wait for what is fused, and XLA would have
+        to write that out: a softmax's gradient in float32, for the sake of its probabilities.
+        """
+        self.looked = self.facts.kernel_end[index] + 1
+        kernel = self.ops[index : self.looked]
+        missing = dict.fromkeys([v for o in kernel for v in o.values if v in self.gone])
+        if missing:
+            self._rebuild(list(missing), index, op)
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""
@@ -201,6 +240,7 @@ class Level:
         place = self.facts.block.path.replace("/", "_") or "step"
         tag = f"jaxmem.recompute.{place}.{next(self.numbers)}"
         stand_in = self._protect(positions, index, use, tag) if self.barriers else {}
+        self.remade.update(positions)
         for position in positions:
             op = self.ops[position]
             inputs: list[Atom] = []
@@ -250,7 +290,8 @@ class Level:
                     continue
                 now = self._now(value)
                 own.append(now)
-                kept = now is value or now is self.late.get(value)
+                # What is made a second time must not be merged with the first time either.
+                kept = now is value or now is self.late.get(value) or position in self.remade
                 if kept and now not in self.inputs and value not in self.facts.numbers:
                     held[now] = None
                 safe = safe or now in held or now in self.behind
@@ -319,8 +360,13 @@ class Level:
         if facts.read_until.get(value, -1) < index:
             return False
         late = [v for v in op.values if self.made.get(v, -1) >= self.turn]
-        done_with = all(facts.read_until[v] < index for v in late)
-        return done_with and sum([v.nbytes for v in late]) >= value.nbytes
+        behind = [v for v in facts.roots[value] if v in self.made and self._is_late(v)]
+        done_with = all(facts.read_until[v] < index for v in (*late, *behind))
+        return done_with and sum([v.nbytes for v in behind]) > value.nbytes
+
+    def _is_late(self, value: Value) -> bool:
+        """Whether what stands for ``value`` was made, or made again, in this late part."""
+        return self.made[value] >= self.turn or value in self.again
 
     def _before_broadcast(self, value: Value) -> Value:
         """The late value that ``value`` is a larger, element-wise function of; itself if none."""
@@ -347,6 +393,19 @@ class Level:
         ]
         youngest = max(late, key=lambda v: (depth[v], self.made[v]), default=None)
         return [] if youngest is None else [youngest]
+
+
+def _kernel_ends(writes: Sequence[bool]) -> tuple[int, ...]:
+    """For each operation the next one that writes a buffer; itself if it does.
+
+    >>> _kernel_ends([False, True, True, False])
+    (1, 1, 2, 3)
+    """
+    ends = list(range(len(writes)))
+    for index in range(len(writes) - 2, -1, -1):
+        if not writes[index]:
+            ends[index] = ends[index + 1]
+    return tuple(ends)
 
 
 def _depth(ops: Sequence[Op], numbers: set[Value]) -> dict[Value, int]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
 
-from jaxmem.planner.level import Facts, Level, Turns
+from jaxmem.planner.level import Facts, Level, StillKept, Turns
 from jaxmem.planner.pairs import split_pair
 from jaxmem.program.ir import Block, Op
 from jaxmem.program.loops import Nest, Pair
@@ -24,6 +24,8 @@ Turn = tuple[str, int]
 
 Keep = Mapping[Turn, frozenset[str]]
 """For each turn that is planned, the keys of the values kept across it."""
+
+__all__ = ["Keep", "Scheduler", "StillKept", "Turn"]
 
 
 @dataclass

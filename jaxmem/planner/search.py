@@ -1,31 +1,34 @@
 """Find what to keep so that the step fits a number of temporary bytes and recomputes least.
 
-First the valleys: keep what is live between the blocks, recompute each block. If that fits,
-values are kept one group of equal values at a time, the most recomputation saved per byte
-first, as long as the simulator says the schedule still fits. Every step of the way is judged by
-simulating the schedule as it would be emitted, never by a price per value.
+Several proposals are made and the fastest that fits is taken: the simple answers (blocks recomputed
+whole, what JAX's own policies save), greedy filling from there, and the solvers of
+:mod:`jaxmem.planner.solvers` on the line of kernels. While they search, a program that is one
+straight line is played through kernel by kernel (:mod:`jaxmem.planner.fused`); what they propose is
+then written out and simulated as it would be emitted, and only that counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from jaxmem.planner.candidates import Candidate, TurnChoices, choices
+from jaxmem.planner.candidates import TurnChoices, choices, stock_keeps
+from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
+from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.level import kept_name
+from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.schedule import Scheduler, Turn
 from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.solvers import milp
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
 from jaxmem.program.loops import Nest, nest
 
-Members = list[tuple[Turn, Candidate]]
+__all__ = ["Search", "Solution"]
 
 _MOST_STRIDE = 16
-# Groups that are tried one by one before filling.
-_MOST_TRIED = 40
 # How long a search goes on, in simulated operations rather than seconds: the same program must
 # give the same plan on a slow machine. A million take about 7 seconds; with 700,000 instead, the
 # plans of two GPTs of 5,000 operations became 0.03% faster at most (70, 50, 35 and 25%).
@@ -34,6 +37,11 @@ _FEWEST_TRIALS = 60
 # The compiler may make less of a program that the simulator thinks larger: of an Equinox MLP,
 # XLA:CPU makes 28 MiB of the smallest schedule and 22 of one that should be twice as large.
 _NEAR_SMALLEST = (1.0, 1.1, 1.35, 1.7, 2.0)
+# How often a limit is moved until what is written out fits what was proposed on paper.
+_MOST_CORRECTIONS = 4
+_WELL_USED = 0.98
+# Ways to keep the body of a loop that are looked at, from everything to nothing.
+_WAYS_TO_KEEP_A_BODY = 10
 
 
 @contextlib.contextmanager
@@ -48,28 +56,12 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """A point of the search: what is kept, and what the simulator says of its schedule.
+class Search:
+    """Searches one program; what it has simulated it remembers across limits.
 
     Attributes:
-        keep: for each turn the names kept across it.
-        temp_bytes: predicted temporary bytes at the peak.
-        seconds: predicted seconds of one step.
+        line: the program as one line of kernels, if it has a single turn and that is not in a loop.
     """
-
-    keep: dict[Turn, frozenset[str]]
-    temp_bytes: int
-    seconds: float
-
-    @property
-    def key(self) -> frozenset:
-        """Equal for equal kept sets."""
-        return frozenset(self.keep.items())
-
-
-class Search:
-    """Searches one program; what it has simulated it remembers across limits."""
 
     def __init__(self, program: Program, rates: Rates, *, host: bool = False):
         self.program = program
@@ -78,15 +70,23 @@ class Search:
         self.scheduler = Scheduler(self.nest, host)
         self.keep_all = self.simulator.step(program.block)
         self.choices: tuple[TurnChoices, ...] = choices(self.nest, self.simulator)
-        self.groups: dict[str, list[tuple[Turn, Candidate]]] = {}
+        self.groups: dict[str, Members] = {}
         for choice in self.choices:
             for candidate in choice.candidates:
                 self.groups.setdefault(candidate.group, []).append((choice.turn, candidate))
+        self.line = self._line()
         self.pinned: frozenset[str] = frozenset()
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[frozenset[str], list[Solution]] = {}
         self._smallest: dict[frozenset[str], list[Solution]] = {}
-        self._tried: set[frozenset] = set()
+        self._lines: dict[frozenset[str], LineSolver] = {}
+        self._bodies: dict[Turn, list[frozenset[str]]] = {}
+
+    def _line(self) -> FusedLine | None:
+        if len(self.choices) != 1 or self.choices[0].turn[0]:
+            return None
+        block, (_, turn) = self.program.block, self.choices[0].turn
+        return fused_line(block, block.ops, turn, self.simulator, self.scheduler.repeatable)
 
     def pin(self, ops: Iterable[Op]) -> None:
         """Keep the results of ``ops`` from now on: the compiler does so whatever the plan says."""
@@ -96,40 +96,64 @@ class Search:
         """Forget what was pinned: what is found next depends on nothing that came before."""
         self.pinned = frozenset()
 
-    def evaluate(self, keep: dict[Turn, frozenset[str]]) -> Solution:
-        """The schedule of a kept set, simulated."""
-        if self.pinned:
-            keep = {turn: kept | self.pinned for turn, kept in keep.items()}
+    def evaluate(self, keep: KeptSets, solver: str = "") -> Solution:
+        """The schedule of a kept set, written out and simulated."""
+        keep = self._with_pinned(keep)
         key = frozenset(keep.items())
-        self._tried.add(key)
         if key not in self._simulated:
             simulation = self.simulator.step(self.scheduler.schedule(keep))
             self._simulated[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
-        return self._simulated[key]
+        return replace(self._simulated[key], solver=solver)
+
+    def _with_pinned(self, keep: KeptSets) -> KeptSets:
+        if not self.pinned:
+            return keep
+        return {turn: type(kept)(kept | self.pinned) for turn, kept in keep.items()}
+
+    def _on_paper(self, keep: KeptSets) -> Solution:
+        """What a kept set needs, as quickly as that can be known."""
+        if self.line is None:
+            return self.evaluate(keep)
+        keep = self._with_pinned(keep)
+        run = self.line.run(keep, self.choices[0].turn)
+        return Solution(keep, run.peak_bytes, run.seconds)
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
         return self.scheduler.schedule(solution.keep)
 
     def bases(self) -> list[Solution]:
-        """Keep the valleys and nothing else, every one of them down to every sixteenth."""
+        """The simple answers, the smallest first; on paper where that is quicker."""
         if self.pinned not in self._bases:
-            found = [self.evaluate(keep) for keep in self._base_keeps()]
+            found = [replace(self._on_paper(k), solver=name) for name, k in self._base_keeps()]
             found.sort(key=lambda s: (s.temp_bytes, s.seconds))
             self._bases[self.pinned] = found
         return self._bases[self.pinned]
+
+    def smallest(self) -> Solution:
+        """The smallest of the simple answers, written out."""
+        first = self.bases()[0]
+        return self.evaluate(first.keep, first.solver)
 
     def smallest_first(self) -> list[Solution]:
         """The schedules with the smallest peaks; the same ones whatever was solved before."""
         if not self.choices:
             return []
         if self.pinned not in self._smallest:
-            least = self.bases()[0].temp_bytes
-            filled = [self.solve(int(least * near)) for near in _NEAR_SMALLEST]
-            found = {s.key: s for s in (self.bases()[0], *filled) if s is not None}
-            ordered = sorted(found.values(), key=lambda s: (s.temp_bytes, s.seconds))
+            found = [self.smallest(), *self._nested_smallest()]
+            least = found[0].temp_bytes
+            found += [s for s in (self.solve(int(least * near)) for near in _NEAR_SMALLEST) if s]
+            once = {s.key: s for s in found}
+            ordered = sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))
             self._smallest[self.pinned] = ordered
         return self._smallest[self.pinned]
+
+    def _nested_smallest(self) -> list[Solution]:
+        """What nested recomputation makes of a line when it may use as much time as it likes."""
+        if self.line is None:
+            return []
+        keep = self._line_solver().smallest(self.smallest().temp_bytes)
+        return [] if keep is None else [self.evaluate(keep, "chain DP")]
 
     def solve(self, limit_bytes: int) -> Solution | None:
         """The least recomputation within ``limit_bytes`` of temporaries; ``None`` if none fits."""
@@ -137,31 +161,83 @@ class Search:
             return self._solve(limit_bytes)
 
     def _solve(self, limit_bytes: int) -> Solution | None:
-        fitting = [s for s in self.bases() if s.temp_bytes <= limit_bytes]
-        if not fitting:
-            return None
-        # Counted anew for each limit, so that the answer is the same whatever was solved before.
-        self._tried.clear()
-        most = max(_FEWEST_TRIALS, _MOST_WORK // len(self.nest.block.ops))
-        starts = sorted(fitting, key=lambda s: (s.seconds, s.temp_bytes))[:2]
-        filled = [self._fill(start, limit_bytes) for start in starts]
-        filled.append(self._fill(starts[0], limit_bytes, self._by_trial(starts[0])))
-        best = min(filled, key=lambda s: (s.seconds, s.temp_bytes))
-        return self._improve(best, limit_bytes, most)
-
-    def _improve(self, best: Solution, limit_bytes: int, most: int) -> Solution:
-        """Drop one group at a time and fill again, as long as that saves time."""
-        for members in sorted(self.groups.values(), key=lambda m: -sum(c.nbytes for _, c in m)):
-            if len(self._tried) >= most:
+        """Propose, write out, and move the limit by what is then too much or too little."""
+        best: Solution | None = None
+        aim = limit_bytes
+        for _ in range(_MOST_CORRECTIONS):
+            proposal = self._propose(aim)
+            if proposal is None:
                 break
-            held = [(t, c) for t, c in members if c.name in best.keep[t]]
-            dropped = self.evaluate(_without(best.keep, held)) if held else best
-            if dropped is not best and dropped.temp_bytes <= limit_bytes:
-                again = self._fill(dropped, limit_bytes)
-                best = min(best, again, key=lambda s: (s.seconds, s.temp_bytes))
-        return best
+            judged = self.evaluate(proposal.keep, proposal.solver)
+            if judged.temp_bytes <= limit_bytes:
+                best = judged if best is None or judged.cost < best.cost else best
+                if judged.temp_bytes >= _WELL_USED * limit_bytes or aim > limit_bytes:
+                    break
+                if self.line is None:
+                    break
+            elif best is not None:
+                break
+            aim = int(aim * limit_bytes / max(judged.temp_bytes, 1))
+        simple = [self.evaluate(s.keep, s.solver) for s in self._simple_within(limit_bytes)]
+        found = [s for s in (best, *simple) if s is not None and s.temp_bytes <= limit_bytes]
+        return min(found, key=lambda s: s.cost, default=None)
 
-    def _base_keeps(self) -> Iterator[dict[Turn, frozenset[str]]]:
+    def _simple_within(self, limit_bytes: int) -> list[Solution]:
+        """The fastest simple answers that fit on paper."""
+        fitting = [s for s in self.bases() if s.temp_bytes <= limit_bytes]
+        return sorted(fitting, key=lambda s: s.cost)[:2]
+
+    def _propose(self, limit_bytes: int) -> Solution | None:
+        """The fastest kept set within ``limit_bytes`` on paper."""
+        starts = self._simple_within(limit_bytes)
+        if self.line is not None:
+            starts = [*self._line_solver().starts(limit_bytes), *starts]
+        else:
+            starts = sorted([*starts, *self._body_starts(limit_bytes, starts)], key=_cost)[:3]
+        if not starts:
+            return None
+        operations = self.line.problem.kernels if self.line else self.nest.block.ops
+        most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, len(operations)))
+        filled = Filler(self.groups, self._on_paper, most).best(starts, limit_bytes)
+        origin = {s.key: s.solver for s in starts}
+        if filled.key in origin:
+            return replace(filled, solver=origin[filled.key])
+        return replace(filled, solver=f"{starts[0].solver} + greedy fill")
+
+    def _line_solver(self) -> LineSolver:
+        assert self.line is not None
+        if self.pinned not in self._lines:
+            turn = self.choices[0].turn
+            self._lines[self.pinned] = LineSolver(self.line, turn, self._on_paper)
+        return self._lines[self.pinned]
+
+    def _body_starts(self, limit_bytes: int, simple: Sequence[Solution]) -> Iterator[Solution]:
+        """For every loop body what is least to make again for what it keeps, the rest as it is."""
+        for base in simple[:1]:
+            best = base
+            for choice in self.choices:
+                for kept in self._ways_to_keep(choice.turn):
+                    tried = self.evaluate({**best.keep, choice.turn: kept}, "MILP per loop body")
+                    if tried.temp_bytes <= limit_bytes and tried.cost < best.cost:
+                        best = tried
+            yield best
+
+    def _ways_to_keep(self, turn: Turn) -> list[frozenset[str]]:
+        """Kept sets of one loop body, by MILP."""
+        if turn not in self._bodies:
+            inner = next(n for n in self.nest.walk() if n.block.path == turn[0])
+            ways: list[frozenset[str]] = []
+            if inner.cut is not None and turn[1] == inner.cut:
+                block = inner.block
+                line = fused_line(
+                    block, block.ops, turn[1], self.simulator, self.scheduler.repeatable
+                )
+                found = milp.kept_within(line.problem, frozenset(), _WAYS_TO_KEEP_A_BODY)
+                ways = list(dict.fromkeys(line.kept(numbers) for numbers in found))
+            self._bodies[turn] = ways
+        return self._bodies[turn]
+
+    def _base_keeps(self) -> Iterator[tuple[str, KeptSets]]:
         if not self.choices:
             return
         longest = max(len(c.valleys) for c in self.choices)
@@ -169,95 +245,16 @@ class Search:
         for stride in [s for s in strides if s == 1 or s <= longest] + [longest + 1]:
             for loops in (True, False):
                 for tail in (True, False):
-                    yield {c.turn: _valley_keep(c, stride, loops, tail) for c in self.choices}
-        yield {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
-
-    def _fill(
-        self, start: Solution, limit_bytes: int, order: list[Members] | None = None
-    ) -> Solution:
-        """Keep more, group by group, as long as it fits."""
-        best = start
-        for _ in range(2):
-            before = best
-            for members in order or self._by_value(best):
-                left = [(t, c) for t, c in members if c.name not in best.keep[t]]
-                if left:
-                    best = self._keep_more(best, left, limit_bytes)
-            if best is before:
-                break
-        return best
-
-    def _by_trial(self, solution: Solution) -> list[Members]:
-        """Groups by what keeping one whole group saves in simulation, per byte it adds."""
-        worth = []
-        for left in self._by_value(solution)[:_MOST_TRIED]:
-            tried = self.evaluate(_with(solution.keep, left))
-            added = max(1, tried.temp_bytes - solution.temp_bytes)
-            worth.append(((tried.seconds - solution.seconds) / added, left[0][1].name, left))
-        return [left for _, _, left in sorted(worth, key=lambda item: item[:2])]
-
-    def _by_value(self, solution: Solution) -> list[Members]:
-        """Groups with values not yet kept, most seconds saved per byte first."""
-        open_groups = []
-        for members in self.groups.values():
-            left = [(t, c) for t, c in members if c.name not in solution.keep[t]]
-            if left:
-                worth = sum(c.seconds for _, c in left) / max(1, sum(c.nbytes for _, c in left))
-                open_groups.append((-worth, left[0][1].name, left))
-        return [left for _, _, left in sorted(open_groups, key=lambda item: item[:2])]
-
-    def _keep_more(
-        self, best: Solution, members: list[tuple[Turn, Candidate]], limit_bytes: int
-    ) -> Solution:
-        """Keep as many of ``members`` as fit; the last ones first, they are freed soonest."""
-
-        def attempt(count: int) -> Solution | None:
-            tried = self.evaluate(_with(best.keep, members[len(members) - count :]))
-            fits = tried.temp_bytes <= limit_bytes
-            better = (tried.seconds, tried.temp_bytes) < (best.seconds, best.temp_bytes)
-            return tried if fits and better else None
-
-        each = sum(c.nbytes for _, c in members) // len(members)
-        likely = (limit_bytes - best.temp_bytes) // max(1, each)
-        return _most(attempt, len(members), likely) or best
+                    keep = {c.turn: _valley_keep(c, stride, loops, tail) for c in self.choices}
+                    yield _BLOCKS, keep
+        yield from stock_keeps(self.choices)
 
 
-def _most(attempt: Callable[[int], Solution | None], count: int, likely: int) -> Solution | None:
-    """The result for the largest number up to ``count`` that works, searched from a guess.
-
-    What works for a number works for smaller ones, so the search gallops away from ``likely``
-    and then bisects.
-    """
-    low, high, found = 0, count + 1, None
-    probe, stride = min(max(likely, 1), count), 1
-    while high - low > 1:
-        result = attempt(probe)
-        if result is None:
-            high = probe
-            probe = max(low + 1, probe - stride) if found is None else (low + high) // 2
-        else:
-            low, found = probe, result
-            probe = min(high - 1, probe + stride) if high > count else (low + high) // 2
-        stride *= 2
-    return found
+_BLOCKS = "recompute per block"
 
 
-def _with(
-    keep: dict[Turn, frozenset[str]], more: Iterable[tuple[Turn, Candidate]]
-) -> dict[Turn, frozenset[str]]:
-    added: dict[Turn, set[str]] = {}
-    for turn, candidate in more:
-        added.setdefault(turn, set()).add(candidate.name)
-    return {t: kept | added[t] if t in added else kept for t, kept in keep.items()}
-
-
-def _without(
-    keep: dict[Turn, frozenset[str]], less: Iterable[tuple[Turn, Candidate]]
-) -> dict[Turn, frozenset[str]]:
-    gone: dict[Turn, set[str]] = {}
-    for turn, candidate in less:
-        gone.setdefault(turn, set()).add(candidate.name)
-    return {t: kept - gone[t] if t in gone else kept for t, kept in keep.items()}
+def _cost(solution: Solution) -> tuple[float, int]:
+    return solution.cost
 
 
 def _valley_keep(choice: TurnChoices, stride: int, loops: bool, tail: bool) -> frozenset[str]:

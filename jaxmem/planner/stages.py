@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Stages:
         places = [(at + 1, held) for at, held in cut_places(problem) if at + 1 < problem.turn]
         bounds = [0, *(at for at, _ in places), problem.turn]
         crossing = [*(held for _, held in places), frozenset[int]()]
-        early = [(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        early = list(itertools.pairwise(bounds))
         late = self._late(early, crossing)
         self.cuts = [
             self._cut(span, back, handed)
@@ -145,9 +146,7 @@ class Stages:
         return frozenset(held.intersection(self.problem.droppable))
 
 
-def _options(
-    sub: Problem, handed: frozenset[int]
-) -> tuple[tuple[frozenset[int], ...], Stage]:
+def _options(sub: Problem, handed: frozenset[int]) -> tuple[tuple[frozenset[int], ...], Stage]:
     """The ways to keep one stage, nothing first; what it hands on costs nothing more."""
     keeps = [frozenset[int]()]
     for keep in milp.kept_within(sub, handed, _MOST_OPTIONS):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 # A valley must be this much lower than the hills on both sides of it.
 _PROMINENCE = 1.2
 
+
 def low_positions(widths: Sequence[int], held: Sequence[Collection]) -> Iterator[int]:
     """Positions no wider than half of all are, one for each set of live values.
 

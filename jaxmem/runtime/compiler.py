@@ -70,7 +70,7 @@ class Compiler:
         choices = memory_schedules(self.target)
         if len(choices) == 1 or not self.search.choices:
             return ()
-        smallest = self.search.bases()[0]
+        smallest = self.search.smallest()
         return tuple((o, self.compile(smallest, options=o)) for o in choices)
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
+from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.plan import Kept, Plan, Round
 from jaxmem.planner.schedule import Turn
-from jaxmem.planner.search import Solution
 from jaxmem.program.ir import Block
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
@@ -127,7 +127,7 @@ class _Rounds:
             self.report("compiling the smallest program in two orders")
         for options, compiled in self.compiler.trials:
             order = "memory" if options == memory_schedules(self.compiler.target)[-1] else "speed"
-            predicted = self._predicted(self.search.bases()[0])
+            predicted = self._predicted(self.search.smallest())
             self._note(f"smallest, scheduled for {order}", predicted, predicted, compiled)
             self.trialled[id(compiled)] = len(self.rounds) - 1
 
@@ -270,7 +270,7 @@ class _Rounds:
             predicted_seconds=solution.seconds if solution else keep_all.seconds,
             keep_all_seconds=keep_all.seconds,
             decisions=decisions,
-            solver="keep-all" if solution is None else "valleys + greedy fill",
+            solver="keep-all" if solution is None else solution.solver,
             rounds=tuple(self.rounds),
             fingerprint=program.fingerprint,
             kept=tuple(

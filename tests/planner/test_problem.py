@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmem.planner.fused import fused_line
 from jaxmem.planner.problem import Kernel, Problem, Turn
-from jaxmem.planner.schedule import Scheduler
+from jaxmem.planner.schedule import Scheduler, StillKept
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.primitives import may_repeat
 from tests.planner.lines import RATES, Line, lines, search
@@ -34,9 +34,10 @@ def test_the_same_with_several_turns(line: Line, data):
     places = range(line.turn, len(line.block.ops))
     more = data.draw(st.lists(st.sampled_from(places), unique=True, max_size=3))
     turns = sorted({line.turn, *more})
-    late = frozenset(str(v.key) for op in line.block.ops[line.turn :] for v in op.outputs)
     keep = {
-        ("", at): late | frozenset(data.draw(st.lists(st.sampled_from(line.keys), unique=True)))
+        ("", at): (frozenset if at == line.turn else StillKept)(
+            data.draw(st.lists(st.sampled_from(line.keys), unique=True))
+        )
         for at in turns
     }
     simulator = Simulator(RATES)

@@ -1,4 +1,4 @@
-"""Chains of blocks: the ways to keep each distinct block by MILP, combined over all by the table."""
+"""Chains of blocks: ways to keep each distinct block by MILP, combined by the chain's table."""
 
 from __future__ import annotations
 
@@ -9,42 +9,83 @@ from jaxmem.planner.stages import Stages
 
 # Memory is counted in this many parts of the limit; more is exact for more and takes longer.
 _SLOTS = 256
-# The table knows a little more memory than there is: rounding makes it use less than it is given.
+# The table knows more memory than there is: rounding up makes programs use less than they may.
 _SPARE = 1.25
 
 
 class Blocks:
-    """Choices of a chain of blocks for every amount of memory up to a limit."""
+    """The choices of a chain of blocks."""
 
-    def __init__(self, problem: Problem, device_bytes: int):
+    def __init__(self, problem: Problem):
         self.problem, self.stages = problem, Stages(problem)
-        most = int(device_bytes * _SPARE)
-        self.table = ChainTable(self.stages.chain, max(1, -(-most // _SLOTS)), min(_SLOTS, most))
-        self._known: dict[int, tuple[Choice, Run] | None] = {}
-
-    def at(self, slots: int) -> tuple[Choice, Run] | None:
-        """The choice for that much memory of the table, and what it needs on the line."""
-        if slots not in self._known:
-            solution = self.table.solution(slots)
-            if solution is None:
-                self._known[slots] = None
-            else:
-                choice = self.stages.choice(solution.visits)
-                self._known[slots] = (choice, self.problem.run(choice))
-        return self._known[slots]
+        self._tables: dict[int, ChainTable] = {}
+        self._runs: dict[Choice, Run] = {}
 
     def solve(self, limits: Limits) -> Answer | None:
-        """The fastest of them within the limits."""
-        found = [self.at(slots) for slots in range(self.table.slots + 1)]
-        allowed = [f for f in found if f is not None and limits.allow(f[1])]
-        if not allowed:
+        """The fastest choice of the chain within the limits; ``None`` if there is none."""
+        found = self._largest(limits, int(limits.device_bytes * _SPARE))
+        if found is None:
             return None
-        choice, run = min(allowed, key=lambda f: (f[1].seconds, f[1].peak_bytes))
-        stages = len(self.stages.cuts)
-        why = f"{stages} stages, of which {self.stages.distinct} are distinct"
-        return Answer(choice, run, "MILP per block + chain DP", why)
+        why = f"{len(self.stages.cuts)} stages, of which {self.stages.distinct} are distinct"
+        return Answer(*found, "MILP per block + chain DP", why)
+
+    def smallest(self, most_bytes: int) -> tuple[Choice, Run] | None:
+        """The choice with the smallest peak, of those that should need less than ``most_bytes``."""
+        table = self._table(most_bytes)
+        for slots in range(table.slots + 1):
+            found = self._at(table, slots)
+            if found is not None:
+                return found
+        return None
+
+    def _largest(self, limits: Limits, most_bytes: int) -> tuple[Choice, Run] | None:
+        """The choice for the most memory of the table that stays within the limits on the line.
+
+        Stages share what is handed on and the table rounds up, so the memory of the table is not
+        quite that of the line; one grows with the other.
+        """
+        table = self._table(most_bytes)
+        low, high, best = -1, table.slots + 1, None
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self._at(table, middle)
+            if found is None or limits.allow(found[1]):
+                low = middle
+                if found is not None:
+                    best = found if best is None else min(best, found, key=_cost)
+            else:
+                high = middle
+        return best
+
+    def _table(self, most_bytes: int) -> ChainTable:
+        if most_bytes not in self._tables:
+            slot_bytes = max(1, -(-most_bytes // _SLOTS))
+            slots = -(-most_bytes // slot_bytes)
+            self._tables[most_bytes] = ChainTable(self.stages.chain, slot_bytes, slots)
+        return self._tables[most_bytes]
+
+    def _at(self, table: ChainTable, slots: int) -> tuple[Choice, Run] | None:
+        """The choice for that much memory of the table, and what it needs on the line."""
+        solution = table.solution(slots)
+        if solution is None:
+            return None
+        choice = self.stages.choice(solution.visits)
+        if choice not in self._runs:
+            self._runs[choice] = self.problem.run(choice)
+        run = self._runs[choice]
+        if len(choice) > 1:
+            once = choice[:1]
+            if once not in self._runs:
+                self._runs[once] = self.problem.run(once)
+            if _cost((once, self._runs[once])) <= _cost((choice, run)):
+                return once, self._runs[once]
+        return choice, run
+
+
+def _cost(found: tuple[Choice, Run]) -> tuple[float, int]:
+    return found[1].seconds, found[1].peak_bytes
 
 
 def solve(problem: Problem, limits: Limits) -> Answer | None:
     """The fastest choice of the chain within the limits; ``None`` if there is none."""
-    return Blocks(problem, limits.device_bytes).solve(limits)
+    return Blocks(problem).solve(limits)

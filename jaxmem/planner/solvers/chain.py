@@ -1,12 +1,12 @@
 """Chains of blocks by dynamic programming: every way to keep, drop, make again and keep anew.
 
-A chain is what most networks are once they are cut where little is live: stages that each read what
-the stage before handed over. The backward pass visits them from the last to the first. The program
-of a segment of stages either keeps something of its first stage and goes on, or runs ahead to a
-later stage, does what is behind it, and comes back to the first ones again: the recursion of Revolve
-(Griewank and Walther 2000) and of Rotor (Beaumont et al. 2019), with several ways to keep a stage
-and, on the first way forward, host memory (POFO, Beaumont et al. 2021). Nested recomputation, by the
-square root of the depth or on more levels, is what comes out where memory is short.
+A chain is what most networks are once they are cut where little is live: stages that each read
+what the stage before handed over. The backward pass visits them from the last to the first. The
+program of a segment of stages either keeps something of its first stage and goes on, or runs ahead
+to a later stage, does what is behind it, and comes back to the first ones again: the recursion of
+Revolve (Griewank and Walther 2000) and of Rotor (Beaumont et al. 2019), with several ways to keep a
+stage. Nested recomputation, by the square root of the depth or on more levels, is what comes out
+where memory is short.
 """
 
 from __future__ import annotations

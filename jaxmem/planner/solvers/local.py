@@ -119,4 +119,3 @@ class _Local:
                     for b in options:
                         if a is not fates[first] and b is not fates[second]:
                             yield {**fates, first: a, second: b}
-

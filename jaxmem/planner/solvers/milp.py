@@ -1,11 +1,11 @@
 """Keep, recompute or offload by mixed-integer programming, exact where it ends.
 
 The model is a relaxation: it knows which kernels must run again, and which bytes are live whatever
-the order of recomputations, but not the order itself (Checkmate, Jain et al. 2020, models it all and
-needs a variable for every kernel at every step). Each answer is played through by
-:meth:`Problem.run`; what turns out too large, or slower than the model thought, is excluded by a cut
-and the model solved again. What the model says is a lower bound, so when it reaches the best run
-that was seen that run is optimal (logic-based Benders decomposition, Hooker and Ottosson 2003).
+the order of recomputations, but not the order itself (Checkmate, Jain et al. 2020, models it all
+and needs a variable for every kernel at every step). Each answer is played through by
+:meth:`Problem.run`; what turns out too large, or slower than the model thought, is excluded by a
+cut and the model solved again. What the model says is a lower bound, so when it reaches the best
+run that was seen that run is optimal (logic-based Benders decomposition, Hooker and Ottosson 2003).
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def solve(
     return _answer(best, bound, f"stopped after {most_cuts} cuts")
 
 
-def kept_within(
-    problem: Problem, free: frozenset[int], count: int
-) -> Iterator[frozenset[int]]:
+def kept_within(problem: Problem, free: frozenset[int], count: int) -> Iterator[frozenset[int]]:
     """For ``count`` numbers of bytes the kept sets after which the least has to be made again.
 
     Args:
@@ -194,7 +192,7 @@ class _Model:
     def exclude(self) -> None:
         """Never give the last choice again."""
         ones = [c for c in range(self.binary) if self.x[c] > 0.5]
-        row = {c: 1.0 for c in range(self.binary)} | {c: -1.0 for c in ones}
+        row = dict.fromkeys(range(self.binary), 1.0) | dict.fromkeys(ones, -1.0)
         self.rows.at_least(row, 1.0 - len(ones))
 
     def solve(self, seconds: float) -> tuple[float, Choice] | None:
@@ -222,7 +220,7 @@ class _Model:
         result = milp(
             costs / scale,
             constraints=LinearConstraint(coefficients, low),
-            bounds=Bounds(0, upper),
+            bounds=Bounds(np.zeros(self.count), upper),
             integrality=integrality,
             options=options,
         )
