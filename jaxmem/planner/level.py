@@ -302,7 +302,8 @@ class Level:
                 protected.update(op.outputs)
         if not held:
             return {}
-        made_again = sum([v.nbytes for p in positions for v in self.ops[p].outputs])
+        copies = [v for p in positions for v in self.ops[p].outputs]
+        made_again = sum([v.nbytes for v in copies if self.facts.roots[v] == (v,)])
         waited = dict.fromkeys(self._finished(index, made_again))
         if self.host or not waited:
             waited.update(dict.fromkeys(self._trigger(index, use)))
@@ -346,8 +347,9 @@ class Level:
     def _settled(self, value: Value, index: int, made_again: int) -> bool:
         """Whether ``value`` is a buffer, or takes the place of buffers that are done with.
 
-        Nothing element-wise is written out for the sake of a recomputation smaller than itself:
-        the index of a cross entropy is no reason to write out the gradient of its logits.
+        Nothing element-wise is written out for the sake of buffers smaller than itself: the index
+        of a cross entropy is no reason to write out the gradient of its logits, and half-precision
+        probabilities none for their gradient in float32.
 
         XLA:CPU makes more of element-wise results that it need not settle (conv net: 24 MiB, and
         16 without them); XLA:GPU makes less (15 MiB, and 12 with them).
@@ -360,13 +362,8 @@ class Level:
         if facts.read_until.get(value, -1) < index:
             return False
         late = [v for v in op.values if self.made.get(v, -1) >= self.turn]
-        behind = [v for v in facts.roots[value] if v in self.made and self._is_late(v)]
-        done_with = all(facts.read_until[v] < index for v in (*late, *behind))
-        return done_with and sum([v.nbytes for v in behind]) > value.nbytes
-
-    def _is_late(self, value: Value) -> bool:
-        """Whether what stands for ``value`` was made, or made again, in this late part."""
-        return self.made[value] >= self.turn or value in self.again
+        done_with = all(facts.read_until[v] < index for v in late)
+        return done_with and sum([v.nbytes for v in late]) >= value.nbytes
 
     def _before_broadcast(self, value: Value) -> Value:
         """The late value that ``value`` is a larger, element-wise function of; itself if none."""

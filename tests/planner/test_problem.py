@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.planner.fused import fused_line
-from jaxmem.planner.problem import Kernel, Problem, Turn
+from jaxmem.planner.problem import Turn
 from jaxmem.planner.schedule import Scheduler, StillKept
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.primitives import may_repeat
-from tests.planner.lines import RATES, Line, lines, search
-from tests.problems import PROBLEMS, pure
+from tests.planner.lines import RATES, Line, lines
 
 
 @settings(max_examples=300, deadline=None)

@@ -220,7 +220,7 @@ class _Model:
         result = milp(
             costs / scale,
             constraints=LinearConstraint(coefficients, low),
-            bounds=Bounds(np.zeros(self.count), upper),
+            bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
             integrality=integrality,
             options=options,
         )
