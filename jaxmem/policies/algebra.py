@@ -141,8 +141,9 @@ class Policy(_compat.CheckpointPolicy):
 
     def _inside(self, binding: int) -> str:
         """The written form, in brackets where what is around it holds together more tightly."""
-        bare = self in _CONSTANTS and _CONSTANTS[self].isidentifier()
-        return repr(self) if bare or self._binding >= binding else f"({self!r})"
+        name = _CONSTANTS.get(self)
+        own = self._binding if name is None else 2 if name.startswith("~") else 3
+        return repr(self) if own >= binding else f"({self!r})"
 
     def to_json(self) -> str:
         """The policy as JSON text; :meth:`from_json` reads it."""
