@@ -123,6 +123,17 @@ REMAT3_ASKS = frozenset(["name", "dot_general"]) | (
 )
 
 
+@contextlib.contextmanager
+def whole_checkpoint() -> Iterator[None]:
+    """Within, ``jax.checkpoint`` can do all that it is documented to do.
+
+    With ``jax_remat3`` that of jax 0.10 cannot offload, and names cannot be mapped by ``vmap``;
+    what is traced within uses its other implementation. Newer JAX is left as it is.
+    """
+    with config.remat3(False) if _asks_own_classes else contextlib.nullcontext():
+        yield
+
+
 def remat3_enabled() -> bool:
     """Whether ``jax.checkpoint`` is JAX's new implementation, ``jax_remat3``."""
     return config.remat3.value

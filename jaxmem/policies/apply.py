@@ -86,7 +86,7 @@ def remat(
             filled = [arg if n in static else next(rest) for n, arg in enumerate(args)]
             return finish(call(*filled, **named_args), (merged, named_args))
 
-        with nnx.context((dynamic, kwargs)):
+        with _compat.whole_checkpoint(), nnx.context((dynamic, kwargs)):
             pure = nnx.split((dynamic, kwargs))
             return nnx.put_back(_run(of_arrays, pure, policy, name_of(fun), prevent_cse))
 
@@ -142,7 +142,7 @@ class _Tags:
 
 
 @dataclass(frozen=True)
-class _Followed(_compat.CheckpointPolicy):
+class _Followed:
     """What ``jax.checkpoint`` is told: keep the tagged values.
 
     Attributes:
@@ -165,12 +165,6 @@ class _Followed(_compat.CheckpointPolicy):
         if name in self.seen or name.startswith("jaxmem."):
             return False
         return verdict.in_jax_terms(verdict.action_for(self.policy, prim, avals, params))
-
-    def saves_name(self, name: str) -> bool:
-        """What ``jax.checkpoint`` of jax 0.10 asks with ``jax_remat3``."""
-        if name == self.tags.offloaded:
-            return bool(verdict.in_jax_terms(Action.OFFLOAD))
-        return name == self.tags.saved
 
 
 def _check_arguments(fun: Any, policy: Any) -> None:

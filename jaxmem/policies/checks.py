@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -92,7 +93,11 @@ def check(policy: Policy, fun: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     require_matches(policy, in_derivatives(policy, values, of_leaves, flat), what)
     for facts in values.facts:
-        _check_followed(policy, facts, what)
+        if facts.names:
+            _check_followed(policy, facts, what)
+    if _compat.remat3_enabled():
+        for facts in values.facts:
+            _check_asked(policy, facts, what)
     if policy.offloads:
         followed = jax.checkpoint(of_leaves, policy=policy)
         require_offload(policy, values.all, followed, flat, what)
@@ -151,23 +156,25 @@ def name_of(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-def _check_followed(policy: Policy, facts: Facts, what: str) -> None:
-    """Compare what ``jax.checkpoint`` will do with a value with what the policy says."""
-    wanted = verdict.decided(policy, facts)
+def _check_asked(policy: Policy, facts: Facts, what: str) -> None:
+    """Check that ``jax_remat3`` asks about a value that the policy keeps."""
     asked = facts.primitive in (*_compat.REMAT3_ASKS, "scaled_matmul_wrapper")
-    if _compat.remat3_enabled() and not facts.names and not asked and wanted:
+    if not facts.names and not asked and verdict.decided(policy, facts):
         raise PolicyError(
             f"{policy!r} keeps {facts.label} of {what}, and jax_remat3 recomputes it without "
             "asking the policy. Use jaxmem.remat(fun, policy)."
         )
-    if not facts.names:
-        return
-    bare = Facts(**{**vars(facts), "names": ()})
-    seen = [verdict.decided(policy, bare)] if facts.primitive != "name" else []
+
+
+def _check_followed(policy: Policy, facts: Facts, what: str) -> None:
+    """Compare what ``jax.checkpoint`` will do with a named value with what the policy says."""
+    wanted = verdict.decided(policy, facts)
+    maker = dataclasses.replace(facts, names=())
+    seen = [verdict.decided(policy, maker)] if facts.primitive != "name" else []
+    alias = dataclasses.replace(facts, primitive="name", flops=0.0, batch_dims=None)
     for name in facts.names:
-        alias = {"names": (name,), "primitive": "name", "flops": 0.0, "batch_dims": None}
-        seen.append(verdict.decided(policy, Facts(**{**vars(facts), **alias})))
-    if max(seen) != wanted:
+        seen.append(verdict.decided(policy, dataclasses.replace(alias, names=(name,))))
+    if max(seen, default=wanted) != wanted:
         verbs = {Action.SAVE: "saved", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "recomputed"}
         raise PolicyError(
             f"{policy!r} wants {facts.label} of {what} {verbs[wanted]}, and with jax.checkpoint it "
