@@ -11,6 +11,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import policies, remat
@@ -125,6 +127,24 @@ def test_one_policy_inside_another(enabled):
         same(jax.grad(both)(x, w), jax.grad(functools.partial(outer, lambda h: h))(x, w))
     # What the inner one saves is recomputed by the outer one; its result is not read again.
     assert types(kept) == ["f32[2,4]", "f32[4,4]"]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_remat_inside_shard_map_and_outside(kind, enabled):
+    def f(w, x):
+        def shard(w, x):
+            h = checkpoint_name(jnp.tanh(x @ w), "h")
+            return jax.lax.psum(jnp.sin(h).sum(), "x")
+
+        return jax.shard_map(shard, in_specs=(P(), P("x")), out_specs=P())(w, x) + jnp.sin(x).sum()
+
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(kind,))), remat3(enabled):
+        w, x = jax.device_put(jnp.eye(4) / 2, P()), jax.device_put(jnp.ones((2, 4)), P("x"))
+        saving = remat(f, policies.save("h"))
+        kept, none = (residuals(remat(f, p), w, x) for p in (policies.save("h"), policies.nothing))
+        assert len(kept) == len(none) + 1
+        same(*quick(lambda *a: (jax.grad(saving)(*a), jax.grad(f)(*a)))(w, x))
 
 
 def test_names_in_derivative_rules_are_found():
