@@ -37,6 +37,11 @@ def is_concrete(leaf: Any) -> bool:
     return type(leaf) is ArrayImpl
 
 
+def is_array_type(aval: Any) -> bool:
+    """Whether ``aval`` is the type of an array, not of a ``Ref`` or a token."""
+    return isinstance(aval, jax.core.ShapedArray)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:
     """``eqn`` with ``name`` appended to its name stack; XLA carries it as ``op_name`` metadata."""
     info = eqn.source_info

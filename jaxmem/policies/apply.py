@@ -17,7 +17,7 @@ from jaxmem.errors import PolicyError
 from jaxmem.policies import verdict
 from jaxmem.policies.algebra import Policy
 from jaxmem.policies.checks import in_derivatives, name_of, require_matches, require_offload
-from jaxmem.policies.facts import Action, Facts
+from jaxmem.policies.facts import OWN_NAMES, Action, Facts
 from jaxmem.policies.values import named
 from jaxmem.program import nnx
 
@@ -133,7 +133,7 @@ class _Tags:
     @classmethod
     def of(cls, policy: Policy) -> _Tags:
         digest = hashlib.sha256(repr(policy).encode()).hexdigest()[:8]
-        return cls(policy, f"jaxmem.save.{digest}", f"jaxmem.offload.{digest}")
+        return cls(policy, f"{OWN_NAMES}save.{digest}", f"{OWN_NAMES}offload.{digest}")
 
     def tag(self, facts: Facts) -> str:
         """The name for a value, ``""`` for one that is recomputed."""
@@ -162,7 +162,7 @@ class _Followed:
             return True
         if name == self.tags.offloaded:
             return verdict.in_jax_terms(Action.OFFLOAD)
-        if name in self.seen or name.startswith("jaxmem."):
+        if name in self.seen or name.startswith(OWN_NAMES):
             return False
         return verdict.in_jax_terms(verdict.action_for(self.policy, prim, avals, params))
 

@@ -13,6 +13,8 @@ from jaxmem.program.ir import Op, Value, aval_bytes
 from jaxmem.program.source import module_path
 
 DOTS = ("conv_general_dilated", "dot_general", "scaled_matmul_wrapper")
+# What stands in front of the checkpoint names that `remat` gives; no rule selects by them.
+OWN_NAMES = "jaxmem."
 _COUNTED = frozenset(["conv_general_dilated", "dot_general"])
 
 

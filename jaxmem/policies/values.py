@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jaxmem import _compat
-from jaxmem.policies.facts import Facts, facts_of
+from jaxmem.policies.facts import OWN_NAMES, Facts, facts_of
 from jaxmem.program.primitives import inner_jaxprs
 from jaxmem.program.source import module_path
 
@@ -95,7 +95,8 @@ class _Namer:
         self.values.hidden.extend(_hidden(placed))
         outvars, namings = list(eqn.outvars), []
         for number, var in enumerate(eqn.outvars):
-            if isinstance(var, jex.DropVar) or not hasattr(var.aval, "dtype"):
+            # A Ref or a token is no value, and its equations know it by its variable.
+            if isinstance(var, jex.DropVar) or not _compat.is_array_type(var.aval):
                 continue
             facts = _described(placed, number, names.get(var, ()))
             self.values.facts.append(facts)
@@ -195,7 +196,7 @@ def names_inside(jaxpr: Any, outer: jex.JaxprEqn | None = None) -> Iterator[Fact
     for eqn in jaxpr.eqns:
         placed = eqn if outer is None else _compat.under(eqn, outer)
         name = _compat.checkpoint_name_of(eqn)
-        if name is not None:
+        if name is not None and not name.startswith(OWN_NAMES):
             module = module_path(_compat.name_stack_of(placed))
             yield facts_of(eqn, names=(name,), module=module)
         for inner in inner_jaxprs_of(eqn):

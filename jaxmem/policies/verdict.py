@@ -12,6 +12,7 @@ from jaxmem import _compat
 from jaxmem.errors import PolicyError
 from jaxmem.policies.facts import (
     DOTS,
+    OWN_NAMES,
     Action,
     Facts,
     Operand,
@@ -59,7 +60,7 @@ def on_name(policy: Policy, name: str) -> bool:
             f"jax_remat3 of jax {jax.__version__} tells a policy the name of a value and nothing "
             f"else, and {policy!r} selects by dtype or size. Use jaxmem.remat(fun, policy)."
         )
-    action = policy.decide(Facts(names=(name,), primitive="name"))
+    action = policy.decide(Facts(names=users_names(name), primitive="name"))
     return bool(in_jax_terms(action))
 
 
@@ -106,11 +107,16 @@ def in_jax_terms(action: Action | None) -> bool | Offloadable:
     return Offloadable(src=DEVICE, dst=HOST)
 
 
+def users_names(name: str) -> tuple[str, ...]:
+    """A checkpoint name as facts have it: none where ``remat`` gave it."""
+    return () if name.startswith(OWN_NAMES) else (name,)
+
+
 def _actions(
     policy: Policy, prim: Any, avals: Sequence[Any], params: dict[str, Any]
 ) -> Iterator[Action]:
     """The action for each result of an operation."""
-    names = (params["name"],) if prim.name == "name" else ()
+    names = users_names(params["name"]) if prim.name == "name" else ()
     operands = [Operand(aval) for aval in avals]
     if not policy.needs_results:
         # Types of results take time to find out.

@@ -147,6 +147,35 @@ def test_remat_inside_shard_map_and_outside(kind, enabled):
         same(*quick(lambda *a: (jax.grad(saving)(*a), jax.grad(f)(*a)))(w, x))
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "around", [lambda f, p: remat(f, p), lambda f, p: jax.checkpoint(f, policy=p)], ids="rc"
+)
+def test_what_an_inner_remat_keeps_is_not_what_an_outer_rule_names(around, enabled):
+    def inner(x, w):
+        return jnp.sin(jnp.tanh(x @ w) @ w)
+
+    def outer(x, w):
+        x = checkpoint_name(jnp.cos(x), "outer")
+        return remat(inner, policies.save(primitive="tanh"))(x, w).sum()
+
+    with remat3(enabled):
+        kept = residuals(around(outer, policies.save("*")), jnp.ones((2, 4)), jnp.eye(4))
+    assert types(kept) == ["f32[2,4]", "f32[2,4]", "f32[4,4]"]
+    assert sum("argument" in line for line in kept) == 2
+
+
+def test_refs_inside_are_left_alone():
+    def f(x):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = x
+        return jnp.sin(checkpoint_name(ref[...], "y") * x).sum()
+
+    jaxpr = jax.make_jaxpr(remat(f, policies.recompute("y")))(jnp.arange(3.0))
+    jax.extend.core.check_jaxpr(jaxpr.jaxpr)
+    same(remat(f, policies.recompute("y"))(jnp.arange(3.0)), f(jnp.arange(3.0)))
+
+
 def test_names_in_derivative_rules_are_found():
     """As in attention kernels: the name is in the rule, not in the function."""
 

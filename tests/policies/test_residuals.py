@@ -202,3 +202,16 @@ def test_a_name_is_the_value_before_it_too():
     )
     kept = residuals(remat(named, policies.recompute("y")), x)
     assert not any("mul" in line or "'y'" in line for line in kept)
+
+
+def test_a_name_is_decided_by_all_that_is_known_of_the_value():
+    """``jax.checkpoint`` asks about the name again, without the module path."""
+
+    def named(x):
+        with jax.named_scope("mlp"):
+            return jnp.sin(checkpoint_name(jnp.exp(x), "y")).sum()
+
+    x = jnp.ones(3)
+    kept = residuals(remat(named, policies.recompute(module="mlp")), x)
+    assert kept == residuals(remat(named, policies.nothing), x)
+    assert kept != residuals(remat(named, policies.save("y")), x)
