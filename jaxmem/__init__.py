@@ -14,15 +14,18 @@ from jaxmem.errors import (
     JaxmemError,
     MissingPluginError,
     PlanMismatchError,
+    PolicyError,
     TraceError,
     UnknownTargetError,
     VerificationError,
 )
 
 if typing.TYPE_CHECKING:
+    from jaxmem import policies
     from jaxmem.fit import analyze, fit, plan
     from jaxmem.planner.plan import Plan
     from jaxmem.planner.report import MemoryReport
+    from jaxmem.policies.apply import remat
     from jaxmem.targets.target import Target
 
 __version__ = "0.1.0"
@@ -38,6 +41,7 @@ __all__ = [
     "MissingPluginError",
     "Plan",
     "PlanMismatchError",
+    "PolicyError",
     "Target",
     "TraceError",
     "UnknownTargetError",
@@ -45,6 +49,8 @@ __all__ = [
     "analyze",
     "fit",
     "plan",
+    "policies",
+    "remat",
 ]
 
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
@@ -56,13 +62,17 @@ _HOMES = {
     "analyze": "jaxmem.fit",
     "fit": "jaxmem.fit",
     "plan": "jaxmem.fit",
+    "remat": "jaxmem.policies.apply",
 }
+_MODULES = ("policies",)
 
 
 class _Face(types.ModuleType):
     """Keeps ``jaxmem.fit`` the decorator after an import has set it to the module of that name."""
 
     def __getattr__(self, name: str) -> typing.Any:
+        if name in _MODULES:
+            return importlib.import_module(f"jaxmem.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
         value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-from jax._src import hardware_utils, source_info_util, xla_bridge
+import jax.extend.core.primitives
+from jax._src import ad_checkpoint, config, hardware_utils, hijax, source_info_util, xla_bridge
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import mlir
 from jax.extend import core as jex
 
 # --- equations ---------------------------------------------------------------------------------
@@ -32,6 +35,11 @@ def scan_arity(params: dict[str, Any]) -> ScanArity:
 def is_concrete(leaf: Any) -> bool:
     """Whether ``leaf`` is an array of JAX with data; much faster than ``isinstance``."""
     return type(leaf) is ArrayImpl
+
+
+def is_array_type(aval: Any) -> bool:
+    """Whether ``aval`` is the type of an array, not of a ``Ref`` or a token."""
+    return isinstance(aval, jax.core.ShapedArray)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:
@@ -76,6 +84,119 @@ def evaluate(
     info = jex.DebugInfo("jaxmem", "jaxmem", None, None)
     jaxpr = jex.Jaxpr((), tuple(invars), tuple(outvars), tuple(eqns), effects, info)
     return jax.core.eval_jaxpr(jaxpr, (), *args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def eval_closed(closed: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr with other constants than its own."""
+    jaxpr = closed.jaxpr
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[jex.JaxprEqn]) -> Any:
+    """A jaxpr, closed or not, with other equations."""
+    opened = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    changed = opened.replace(eqns=list(eqns))
+    # Newer JAX has one class: a closed jaxpr is its own jaxpr.
+    return changed if opened is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def output_avals(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Types of the results that ``primitive`` has for operands of types ``avals``."""
+    made, _ = primitive.abstract_eval(*avals, **params)
+    return list(made) if primitive.multiple_results else [made]
+
+
+def primitive_names() -> frozenset[str]:
+    """Names of the primitives that JAX can run, those of imported libraries included."""
+    public = vars(jax.extend.core.primitives).values()
+    return frozenset(p.name for p in (*mlir._lowerings, *public) if isinstance(p, jex.Primitive))
+
+
+# --- checkpoint policies -----------------------------------------------------------------------
+
+_hi_name_classes = tuple(
+    getattr(ad_checkpoint, name)
+    for name in ("CheckpointName", "CheckpointNameFwd")
+    if hasattr(ad_checkpoint, name)
+)
+# jax 0.10 with jax_remat3 asks objects of its own classes only, and cannot offload.
+_asks_own_classes = hasattr(ad_checkpoint, "DotsSaveable")
+REMAT3_OFFLOADS = not _asks_own_classes
+# What jax_remat3 asks a policy about; everything else is recomputed without a question.
+REMAT3_ASKS = frozenset(["name", "dot_general"]) | (
+    frozenset() if _asks_own_classes else frozenset(["conv_general_dilated"])
+)
+
+
+@contextlib.contextmanager
+def whole_checkpoint() -> Iterator[None]:
+    """Within, ``jax.checkpoint`` can do all that it is documented to do.
+
+    With ``jax_remat3`` that of jax 0.10 cannot offload, and names cannot be mapped by ``vmap``;
+    what is traced within uses its other implementation. Newer JAX is left as it is.
+    """
+    with config.remat3(False) if _asks_own_classes else contextlib.nullcontext():
+        yield
+
+
+def remat3_enabled() -> bool:
+    """Whether ``jax.checkpoint`` is JAX's new implementation, ``jax_remat3``."""
+    return config.remat3.value
+
+
+@dataclass(frozen=True)
+class _SaveableNames:
+    """What jax 0.10 looks a checkpoint name up in."""
+
+    policy: Any
+
+    def __contains__(self, name: str) -> bool:
+        return self.policy.saves_name(name)
+
+
+if TYPE_CHECKING or not _asks_own_classes:
+
+    @dataclass(frozen=True)
+    class CheckpointPolicy:
+        """Base of the policies that ``jax.checkpoint`` must recognise as such.
+
+        A subclass has ``__call__`` and ``saves_name``.
+        """
+
+else:
+
+    @dataclass(frozen=True)
+    class CheckpointPolicy(ad_checkpoint.DotsSaveable, ad_checkpoint.SaveOnlyTheseNames):
+        """Base of the policies that ``jax.checkpoint`` must recognise as such."""
+
+        # JAX's classes have these as fields; here they are not.
+        only_if_no_batch_dims: ClassVar[bool] = False
+        saveable_names: ClassVar[Any] = property(_SaveableNames)
+
+
+def checkpoint_name_of(eqn: jex.JaxprEqn) -> str | None:
+    """The name that ``jax.ad_checkpoint.checkpoint_name`` gave, ``None`` for other equations."""
+    if eqn.primitive is ad_checkpoint.name_p:
+        return eqn.params["name"]
+    hidden: Any = eqn.params.get("_prim")
+    return hidden.name if isinstance(hidden, _hi_name_classes) else None
+
+
+def naming(operand: jex.Var, result: jex.Var, name: str, like: jex.JaxprEqn) -> jex.JaxprEqn:
+    """The equation that names ``operand``, at the place in the user's code of ``like``."""
+    primitive, params = ad_checkpoint.name_p, {"name": name}
+    if remat3_enabled():
+        primitive = hijax.call_hi_primitive_p
+        params = {"_prim": ad_checkpoint.CheckpointName(name, operand.aval)}
+    return like.replace(
+        primitive=primitive, params=params, invars=[operand], outvars=[result], effects=frozenset()
+    )
+
+
+def equation_params(eqn: jex.JaxprEqn) -> dict[str, Any]:
+    """Parameters of an equation, those of a ``call_hi_primitive`` opened."""
+    hidden = eqn.params.get("_prim")
+    return eqn.params if hidden is None else {**eqn.params, **getattr(hidden, "params", {})}
 
 
 # --- jitted functions --------------------------------------------------------------------------

@@ -89,6 +89,10 @@ class VerificationError(JaxmemError):
     """The compiled program is not what the plan says: over budget, or recomputation undone."""
 
 
+class PolicyError(JaxmemError, ValueError):
+    """A policy that contradicts itself, matches nothing, or asks for what JAX cannot do there."""
+
+
 class EntryPointError(JaxmemError, ValueError):
     """``module:function`` on the command line does not name what jaxmem needs."""
 

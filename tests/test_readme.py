@@ -45,7 +45,7 @@ def sections() -> list[Section]:
 
 SECTIONS = {section.title: section for section in sections()}
 WITH_PYTHON = {title for title, section in SECTIONS.items() if section.blocks("python")}
-OWN_TEST = {"jaxmem", "A budget that does not fit", "Command line"}
+OWN_TEST = {"jaxmem", "A budget that does not fit", "Command line", "Policies"}
 
 
 class Net(nn.Module):
@@ -114,6 +114,19 @@ def test_the_first_example_trains_and_equals_the_step_without_jaxmem():
     (plan,) = plans_in(found)
     assert plan.compiled_bytes <= plan.budget_bytes < plan.keep_all_compiled_bytes
     assert plan.recomputed()
+
+
+def test_the_policy_is_followed_and_computes_the_same():
+    found = run("Policies")
+    params, x = jnp.ones((4, 64, 64)) / 64, jnp.ones((8, 64))
+
+    def plain(params, x):
+        return (jax.lax.scan(found["layer"], x, params)[0] ** 2).mean()
+
+    np.testing.assert_allclose(found["grads"], jax.grad(plain)(params, x), rtol=1e-5)
+    kept = jax.make_jaxpr(lambda *args: jax.vjp(found["loss_fn"], *args)[1])(params, x).out_avals
+    stacked = [aval for aval in kept if aval.shape == (4, 8, 64)]
+    assert [aval.memory_space for aval in stacked] == [jax.memory.Space.Host]
 
 
 def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
