@@ -122,7 +122,9 @@ class Loop:
     """A ``scan``: its body and how operands are split.
 
     Body inputs are constants, carries, slices; body outputs are carries, slices to stack.
-    ``rewritten`` says that the body is no longer the traced one.
+    ``rewritten`` says that the body is no longer the traced one. ``pieces`` are operations that
+    take the operands and give the results of the loop, and stand in its place once the line it is
+    in is written out.
     """
 
     body: Block
@@ -132,6 +134,7 @@ class Loop:
     reverse: bool
     unroll: int
     rewritten: bool = False
+    pieces: Block | None = None
 
 
 @dataclass(frozen=True)
