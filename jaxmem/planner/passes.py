@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from jaxmem.planner.pairs import Halves
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
-from jaxmem.program.making import Line, index_number, index_value
+from jaxmem.program.making import empty, index_number, index_value
 
 
 def split_in_segments(halves: Halves, counts: Sequence[int]) -> tuple[Op, Op]:
@@ -32,7 +32,7 @@ def split_in_segments(halves: Halves, counts: Sequence[int]) -> tuple[Op, Op]:
     first, loop = halves.first, halves.loop
     ahead = _ahead(halves)
     again = _again(halves, ahead.index)
-    line = Line(first.eqn)
+    line: list[Op] = []
     state = ahead.start(line, loop.length - 1 if loop.reverse else 0)
     size, rest = divmod(loop.length, counts[0])
     state, starts = _run_segments(ahead, line, counts[0], size, state, again.state)
@@ -43,7 +43,7 @@ def split_in_segments(halves: Halves, counts: Sequence[int]) -> tuple[Op, Op]:
         state, _ = _run(ahead, line, rest, state)
     kept = [*starts, *ends]
     inputs = (*ahead.constants, *ahead.carry)
-    pieces = Block(loop.body.path, inputs, tuple(line.ops), (*state[1:], *kept))
+    pieces = Block(loop.body.path, inputs, tuple(line), (*state[1:], *kept))
     outer = [Value(v.aval, f"{halves.pair.joint.path}.start{n}") for n, v in enumerate(kept)]
     escaping = [first.outputs[k] for k in halves.pair.escaping]
     results = [*first.outputs[: loop.num_carry], *escaping, *outer]
@@ -55,7 +55,7 @@ def _backward(halves: Halves, again: _Half, counts: Sequence[int], kept: Sequenc
     second, loop = halves.second, halves.back
     stacked = [v for v in halves.crossing if not (halves.is_const(v) or halves.is_slice(v))]
     back = _back(halves, again)
-    line = Line(second.eqn)
+    line: list[Op] = []
     given = [v.like() for v in kept]
     starts, ends = given[: len(again.state)], given[len(again.state) :]
     state = back.start(line, 0 if halves.loop.reverse else loop.length - 1)
@@ -63,7 +63,7 @@ def _backward(halves: Halves, again: _Half, counts: Sequence[int], kept: Sequenc
     passes = _Passes(again, back, stacked, f"jaxmem.recompute.{place}.segments")
     state = passes.back_through(line, loop.length, counts, starts, ends, state)
     inputs = (*back.constants, *back.carry, *given)
-    pieces = Block(loop.body.path, inputs, tuple(line.ops), tuple(state[1:]))
+    pieces = Block(loop.body.path, inputs, tuple(line), tuple(state[1:]))
     operands = [*back.operands, *_carried(second), *kept]
     return _in_pieces(second, operands, second.outputs, pieces)
 
@@ -111,13 +111,27 @@ class _Half:
     tag: str = ""
 
     @property
+    def path(self) -> str:
+        """Where the scan is."""
+        assert self.op.loop is not None
+        return self.op.loop.body.path
+
+    def loop(self, body: Block, length: int, *, reverse: bool) -> Loop:
+        """A loop that hands this state on."""
+        num_consts, num_carry = len(self.constants), len(self.state)
+        filled = len(self.buffers)
+        return Loop(body, num_consts, num_carry, length, reverse, 1, rewritten=True, filled=filled)
+
+    @property
     def state(self) -> tuple[Value, ...]:
         """What goes from iteration to iteration."""
         return (self.index, *self.carry, *self.buffers)
 
-    def start(self, line: Line, index: int) -> list[Atom]:
+    def start(self, line: list[Op], index: int) -> list[Atom]:
         """The state before the first iteration, the carry as it is given."""
-        return [index_number(index), *self.carry, *[line.empty(v) for v in self.buffers]]
+        arrays = [v.like() for v in self.buffers]
+        line.extend(empty(array, self.op.eqn) for array in arrays)
+        return [index_number(index), *self.carry, *arrays]
 
     def tagged(self, tag: str) -> _Half:
         """The same iterations, named as a recomputation."""
@@ -250,7 +264,7 @@ class _Passes:
     tag: str
 
     def there_and_back(
-        self, line: Line, length: int, counts: Sequence[int], state: Sequence[Atom], depth: int
+        self, line: list[Op], length: int, counts: Sequence[int], state: Sequence[Atom], depth: int
     ) -> list[Atom]:
         """``length`` iterations forward from what ``again`` is handed, and all the way back."""
         again = self.again.tagged(f"{self.tag}{depth}")
@@ -263,7 +277,7 @@ class _Passes:
 
     def back_through(
         self,
-        line: Line,
+        line: list[Op],
         length: int,
         counts: Sequence[int],
         starts: Sequence[Value],
@@ -278,53 +292,46 @@ class _Passes:
             _, stacks = _run(again, line, rest, ends, stacked=self.stacked)
             state = self._back(line, rest, state, stacks)
         back = self.back
-        inner = Line(back.op.eqn)
+        inner: list[Op] = []
         handed = self.there_and_back(inner, size, counts[1:], back.state, depth + 1)
         inputs = (*back.constants, *back.state, *self.again.state)
-        body = Block(_path(back), inputs, tuple(inner.ops), tuple(handed))
-        loop = Loop(body, len(back.constants), len(state), counts[0], True, 1, rewritten=True)
+        body = Block(back.path, inputs, tuple(inner), tuple(handed))
+        loop = back.loop(body, counts[0], reverse=True)
         operands = (*back.constants, *state, *starts)
         results = [v.like() for v in back.state]
-        line.ops.append(Op(back.op.eqn, operands, results, loop, origin=back.op))
+        line.append(Op(back.op.eqn, operands, results, loop, origin=back.op))
         return [*results]
 
     def _back(
-        self, line: Line, length: int, state: Sequence[Atom], stacks: Sequence[Value]
+        self, line: list[Op], length: int, state: Sequence[Atom], stacks: Sequence[Value]
     ) -> list[Atom]:
         return _run(self.back, line, length, state, slices=(self.stacked, stacks))[0]
 
 
-def _path(half: _Half) -> str:
-    assert half.op.loop is not None
-    return half.op.loop.body.path
-
-
 def _run_segments(
     half: _Half,
-    line: Line,
+    line: list[Op],
     count: int,
     size: int,
     state: Sequence[Atom],
     kept: Sequence[Value],
 ) -> tuple[list[Atom], list[Value]]:
     """``count`` times ``size`` iterations: the state after them, and ``kept`` before each time."""
-    inner = Line(half.op.eqn)
+    inner: list[Op] = []
     handed, _ = _run(half, inner, size, half.state)
     inputs = (*half.constants, *half.state)
-    body = Block(_path(half), inputs, tuple(inner.ops), (*handed, *kept))
-    loop = Loop(body, len(half.constants), len(state), count, False, 1, rewritten=True)
+    body = Block(half.path, inputs, tuple(inner), (*handed, *kept))
+    loop = half.loop(body, count, reverse=False)
     results = [v.like() for v in half.state]
     starts = [_whole_of(v, count) for v in kept]
     operands = (*half.constants, *state)
-    line.ops.append(
-        Op(half.op.eqn, operands, (*results, *starts), loop, half.tag, origin=half.op)
-    )
+    line.append(Op(half.op.eqn, operands, (*results, *starts), loop, half.tag, origin=half.op))
     return [*results], starts
 
 
 def _run(
     half: _Half,
-    line: Line,
+    line: list[Op],
     length: int,
     state: Sequence[Atom],
     *,
@@ -335,29 +342,26 @@ def _run(
 
     ``slices`` are what each iteration is given of stacks made before, read from their end.
     """
-    body = Line(half.op.eqn)
-    for row, whole in half.rows:
-        body.row(whole, half.index, row)
-    body.ops += half.ops
-    buffers = [v.like() for v in half.buffers]
-    for old, row, new in zip(half.buffers, half.written, buffers, strict=True):
-        body.put(old, row, half.index, new)
-    following = body.step(half.index, half.down)
     given, stacks = slices or ((), ())
-    loop = half.op.loop
-    assert loop is not None
+    rows, wholes = [row for row, _ in half.rows], [whole for _, whole in half.rows]
+    consts = [v for v in half.constants if v not in wholes]
+    traced = half.op.loop
+    assert traced is not None
     block = Block(
-        _path(half),
-        (*half.constants, *half.state, *given),
-        tuple(body.ops),
-        (following, *half.handed, *buffers, *stacked),
+        half.path,
+        (*consts, *half.state, *given, *rows),
+        half.ops,
+        (half.index, *half.handed, *half.written, *stacked),
     )
-    unroll = min(loop.unroll, length)
-    made = Loop(
-        block, len(half.constants), len(state), length, bool(stacks), unroll, rewritten=True
+    loop = replace(
+        half.loop(block, length, reverse=slices is not None),
+        num_consts=len(consts),
+        unroll=min(traced.unroll, length),
+        rows=len(rows),
+        step=-1 if half.down else 1,
     )
     results = [v.like() for v in half.state]
     kept = [_whole_of(v, length) for v in stacked]
-    operands = (*half.constants, *state, *stacks)
-    line.ops.append(Op(half.op.eqn, operands, (*results, *kept), made, half.tag, origin=half.op))
+    operands = (*consts, *state, *stacks, *wholes)
+    line.append(Op(half.op.eqn, operands, (*results, *kept), loop, half.tag, origin=half.op))
     return [*results], kept
