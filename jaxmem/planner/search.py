@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxmem.planner.candidates import Candidate, TurnChoices, choices
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.schedule import Scheduler, Turn
+from jaxmem.planner.segments import Segments
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
@@ -56,16 +57,18 @@ class Solution:
         keep: for each turn the names kept across it.
         temp_bytes: predicted temporary bytes at the peak.
         seconds: predicted seconds of one step.
+        segments: for the scan pairs that run in segments how many, outermost first.
     """
 
     keep: dict[Turn, frozenset[str]]
     temp_bytes: int
     seconds: float
+    segments: Segments = field(default_factory=dict)
 
     @property
     def key(self) -> frozenset:
-        """Equal for equal kept sets."""
-        return frozenset(self.keep.items())
+        """Equal for equal kept sets and segments."""
+        return _key(self.keep, self.segments)
 
 
 class Search:
@@ -96,20 +99,24 @@ class Search:
         """Forget what was pinned: what is found next depends on nothing that came before."""
         self.pinned = frozenset()
 
-    def evaluate(self, keep: dict[Turn, frozenset[str]]) -> Solution:
-        """The schedule of a kept set, simulated."""
+    def evaluate(
+        self, keep: dict[Turn, frozenset[str]], segments: Segments | None = None
+    ) -> Solution:
+        """The schedule of a kept set, and of loops in segments, simulated."""
         if self.pinned:
             keep = {turn: kept | self.pinned for turn, kept in keep.items()}
-        key = frozenset(keep.items())
+        segments = {path: counts for path, counts in (segments or {}).items() if counts}
+        key = _key(keep, segments)
         self._tried.add(key)
         if key not in self._simulated:
-            simulation = self.simulator.step(self.scheduler.schedule(keep))
-            self._simulated[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
+            simulation = self.simulator.step(self.scheduler.schedule(keep, segments))
+            temp_bytes, seconds = simulation.temp_bytes, simulation.seconds
+            self._simulated[key] = Solution(keep, temp_bytes, seconds, segments)
         return self._simulated[key]
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
-        return self.scheduler.schedule(solution.keep)
+        return self.scheduler.schedule(solution.keep, solution.segments)
 
     def bases(self) -> list[Solution]:
         """Keep the valleys and nothing else, every one of them down to every sixteenth."""
@@ -220,6 +227,10 @@ class Search:
         each = sum(c.nbytes for _, c in members) // len(members)
         likely = (limit_bytes - best.temp_bytes) // max(1, each)
         return _most(attempt, len(members), likely) or best
+
+
+def _key(keep: dict[Turn, frozenset[str]], segments: Segments) -> frozenset:
+    return frozenset([*keep.items(), *segments.items()])
 
 
 def _most(attempt: Callable[[int], Solution | None], count: int, likely: int) -> Solution | None:

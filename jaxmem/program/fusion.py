@@ -68,13 +68,10 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
                     roots[result] = (result,)
                     written = (*written, result)
         else:
-            written = tuple(op.outputs)
-            for result in written:
-                roots[result] = (result,)
             filled = _filled_in_place(op)
-            if filled:
-                roots.update({result: roots[array] for result, array in filled.items()})
-                written = tuple([v for v in written if v not in filled])
+            written = tuple([v for v in op.outputs if v not in filled])
+            roots.update({v: (v,) for v in written})
+            roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
     return Fusion(roots, kinds, tuple(made))
 

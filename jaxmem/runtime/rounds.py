@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
 from jaxmem.planner.level import kept_name
-from jaxmem.planner.plan import Kept, Plan, Round
+from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Solution
+from jaxmem.planner.segments import Segments, refusal, splittable
 from jaxmem.program.ir import Block
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
@@ -134,13 +135,15 @@ class _Rounds:
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
+        segments = {s.path: s.counts for s in plan.segments}
         self._check_names(keep)
+        self._check_segments(segments)
         if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
             raise PlanMismatchError(
                 f"the plan for {plan.function} sets compiler options that this jaxmem does not "
                 f"use for {plan.target}: {dict(plan.options)}. Plan again."
             )
-        solution = self.search.evaluate(keep) if keep else None
+        solution = self.search.evaluate(keep, segments) if keep or segments else None
         self.report("compiling the plan")
         problem, options = "", dict(plan.options)
         if solution is None:
@@ -180,6 +183,15 @@ class _Rounds:
                     f"the plan keeps {unknown[0]}, which {self.compiler.program.name} does not "
                     "have: the plan was changed or made by another version. Plan again."
                 )
+
+    def _check_segments(self, segments: Segments) -> None:
+        """Every loop that a plan cuts into segments must be there and let itself be cut."""
+        refused = refusal(self.search.nest, segments)
+        if refused:
+            raise PlanMismatchError(
+                f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}. "
+                "The plan was changed or made by another version. Plan again."
+            )
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
@@ -253,6 +265,7 @@ class _Rounds:
         decisions = describe.decisions(search, solution)
         if solution is not None and not any(d.recomputed for d in decisions):
             notes.append(describe.ONLY_FUSED)
+        notes += describe.in_segments(search.nest, solution.segments if solution else {})
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
@@ -276,6 +289,10 @@ class _Rounds:
             kept=tuple(
                 Kept(path, turn, tuple(sorted(names)))
                 for (path, turn), names in sorted(solution.keep.items() if solution else ())
+            ),
+            segments=tuple(
+                Segmented(path, splittable(search.nest)[path], counts)
+                for path, counts in sorted(solution.segments.items() if solution else ())
             ),
             notes=tuple(notes),
             options=tuple(sorted(self._options(solution, compiled).items())),
