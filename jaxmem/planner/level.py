@@ -93,7 +93,7 @@ class Level:
     Attributes:
         dropped: the values dropped at the turns that were passed.
         gone: those of them that were not made again yet.
-        again: the latest copy of each that was.
+        again: the latest copy of each that was; ``stale`` those made before the last turn.
         fresh: values kept across a turn that nothing late has read yet.
         late: what stands behind a barrier for a value that went through one.
         touched: everything above; an operation that reads none of it stays as it is.
@@ -108,6 +108,7 @@ class Level:
         self.dropped: set[Value] = set()
         self.gone: set[Value] = set()
         self.again: dict[Value, Value] = {}
+        self.stale: set[Value] = set()
         self.fresh: set[Value] = set()
         self.late: dict[Value, Value] = {}
         self.touched: set[Value] = set()
@@ -144,14 +145,22 @@ class Level:
         return Block(block.path, block.inputs, tuple(self.emitted), outputs), first_turn
 
     def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
-        """A turn: what it drops is gone from here on, what it keeps is fresh."""
-        self.turn = turn
+        """A turn: what it drops is gone from here on, what it keeps is fresh.
+
+        A turn in the middle of a backward pass drops copies of what was made before that pass and
+        keeps all that was made in it, which stays late. The copies it keeps are stale: what is
+        made of them once more must not be merged with what was made of them before.
+        """
+        if any(self.made[v] >= self.turn for v in dropped) or not self.turn:
+            self.turn = turn
         self.dropped.update(dropped)
         self.gone.update(dropped)
         for value in dropped:
             self.again.pop(value, None)
+        self.stale = set(self.again.values())
+        self.behind.clear()
         if self.barriers:
-            before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
+            before = itertools.takewhile(lambda item: item[2] < self.turn, self.facts.droppable)
             self.fresh.update([v for _, v, _ in before])
             self.fresh.difference_update(self.dropped, self.late)
         self.touched.update(self.dropped, self.fresh)
@@ -251,6 +260,7 @@ class Level:
                 now = self._now(value)
                 own.append(now)
                 kept = now is value or now is self.late.get(value)
+                kept = kept or self.again.get(value) in self.stale
                 if kept and now not in self.inputs and value not in self.facts.numbers:
                     held[now] = None
                 safe = safe or now in held or now in self.behind
