@@ -23,7 +23,7 @@ _KERNELS = ("dot_general", "conv_general_dilated")
 # layer of an Equinox MLP under vmap).
 _TAG = re.compile(r"jaxmem\.recompute\.[^/\")]+")
 _NAMED = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
-# XLA keeps one of two loop bodies that are equal, and its names; each loop that runs it has its own.
+# XLA keeps one of two loop bodies that are equal, and its names; the loops keep their own.
 _WHILE = re.compile(r" while\(.*op_name=\"[^\"]*(jaxmem\.recompute\.[^/\")]+)\)*/while\"")
 _OPCODE = re.compile(r" (?:dot|convolution)\(| custom-call\(.*(?:gemm|matmul|conv|cublas|cudnn)")
 # A rewrite changes fusion, and fusion changes rounding. FACTS section 5: the error of a rewrite
