@@ -99,7 +99,9 @@ def refusal(nest: Nest, segments: Segments) -> str:
         block, pair = pairs[path]
         loop = block.ops[pair.forward].loop
         assert loop is not None
-        why = misfit(loop.length, counts) or (counts and why_whole(block, pair))
+        why = (
+            why_whole(block, pair) or misfit(loop.length, counts) or ("" if counts else "no counts")
+        )
         if why:
             return f"the pair of scans {path!r} stays whole: {why}"
     return ""

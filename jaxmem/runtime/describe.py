@@ -106,10 +106,11 @@ def in_segments(nest: Nest, segments: Segments) -> list[str]:
                 continue
             passes = "once" if len(counts) == 1 else f"{len(counts)} times"
             within = ", each in ".join(f"{n} segments" for n in counts)
+            where = origin_of(op).source.split(" (")[0]
             found.append(
-                f"the loop of {op.loop.length} iterations at {origin_of(op, '').label} keeps what "
-                f"it carries into {within}, and nothing else; its forward pass runs {passes} "
-                "more, segment by segment, while the backward pass runs"
+                f"the loop of {op.loop.length} iterations{where and f' at {where}'} keeps what it "
+                f"carries into {within}, and nothing else; its forward pass runs {passes} more, "
+                "segment by segment, while the backward pass runs"
             )
     return found
 

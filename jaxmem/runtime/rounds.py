@@ -10,7 +10,7 @@ from jaxmem.planner.level import kept_name
 from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Solution
-from jaxmem.planner.segments import Segments, refusal, splittable
+from jaxmem.planner.segments import refusal, splittable
 from jaxmem.program.ir import Block
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
@@ -135,9 +135,9 @@ class _Rounds:
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
-        segments = {s.path: s.counts for s in plan.segments}
         self._check_names(keep)
-        self._check_segments(segments)
+        self._check_segments(plan)
+        segments = {s.path: s.counts for s in plan.segments}
         if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
             raise PlanMismatchError(
                 f"the plan for {plan.function} sets compiler options that this jaxmem does not "
@@ -184,13 +184,18 @@ class _Rounds:
                     "have: the plan was changed or made by another version. Plan again."
                 )
 
-    def _check_segments(self, segments: Segments) -> None:
+    def _check_segments(self, plan: Plan) -> None:
         """Every loop that a plan cuts into segments must be there and let itself be cut."""
-        refused = refusal(self.search.nest, segments)
+        nest = self.search.nest
+        refused = refusal(nest, {s.path: s.counts for s in plan.segments})
+        lengths = splittable(nest)
+        wrong = [s for s in plan.segments if not refused and lengths[s.path] != s.length]
+        if wrong:
+            refused = f"the pair of scans {wrong[0].path!r} has {lengths[wrong[0].path]} iterations"
         if refused:
             raise PlanMismatchError(
-                f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}. "
-                "The plan was changed or made by another version. Plan again."
+                f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}: "
+                "the plan was changed or made by another version. Plan again."
             )
 
     def _tighten(self) -> None:
