@@ -34,7 +34,7 @@ def segment_choices(length: int) -> tuple[tuple[int, ...], ...]:
     ()
     """
     root = math.sqrt(length)
-    found = [(_near(length, root * scale),) for scale in (0.5, 1.0, 2.0)]
+    found: list[tuple[int, ...]] = [(_near(length, root * scale),) for scale in (0.5, 1.0, 2.0)]
     if length >= _SHORTEST_NESTED:
         outer = _near(length, length ** (1 / 3))
         found.append((outer, _near(length // outer, math.sqrt(length // outer))))

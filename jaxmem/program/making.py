@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend import core as jex
 
 from jaxmem.program.ir import Op, Value
 
-_INDEX = jax.core.ShapedArray((), np.uint32)
+_INDEX = ShapedArray((), np.uint32)
 
 
 def index_number(number: int) -> jex.Literal:

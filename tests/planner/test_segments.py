@@ -54,7 +54,6 @@ def check_same(found: Search, leaves: list, keep: Keep, counts: tuple[int, ...])
 # --- the same results --------------------------------------------------------------------------
 
 PROBLEM_COUNTS = {
-    "transformer_block_attention": (2,),  # a pair inside the joint iteration of a pair, both split
     "lstm": (5,),  # 64 steps: 12 in each segment, and 4
     "scan_many_carries": (4, 3),
     "accumulation": (2,),  # a pair inside a loop
@@ -130,7 +129,7 @@ def backwards(w, x, scale):
 
 
 def nested(w, x, scale):
-    """A loop in a loop, both over the same weights."""
+    """A pair inside the joint iteration of a pair: both are split."""
 
     def outer(x, w):
         return lax.scan(lambda x, s: (layer(x, w) * s, None), x, scale * jnp.ones(6))[0], x
