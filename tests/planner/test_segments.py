@@ -263,6 +263,7 @@ def test_four_times_the_layers_take_twice_the_bytes():
     assert large > 3.3 * small
 
 
+@pytest.mark.slow  # two compiles of attention for a GPU; the MLP above is the fast one of its kind
 def test_a_transformer_saves_what_is_simulated():
     """64 layers with attention, trained by AdamW on an absent H200."""
     shape = Shape(layers=64, d_model=1024, heads=8, vocab=1024, batch=32, sequence=1024)
