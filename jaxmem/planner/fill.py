@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxmem.planner.candidates import Candidate
 from jaxmem.planner.schedule import StillKept, Turn
+from jaxmem.planner.segments import Segments
 
 Members = list[tuple[Turn, Candidate]]
 KeptSets = dict[Turn, frozenset[str]]
@@ -24,22 +25,29 @@ class Solution:
         temp_bytes: predicted temporary bytes at the peak.
         seconds: predicted seconds of one step.
         solver: who proposed it.
+        segments: for the scan pairs that run in segments how many, outermost first.
     """
 
     keep: KeptSets
     temp_bytes: int
     seconds: float
     solver: str = ""
+    segments: Segments = field(default_factory=dict)
 
     @property
     def key(self) -> frozenset:
-        """Equal for equal kept sets."""
-        return frozenset(self.keep.items())
+        """Equal for equal kept sets and segments."""
+        return key_of(self.keep, self.segments)
 
     @property
     def cost(self) -> tuple[float, int]:
         """What is better is smaller."""
         return self.seconds, self.temp_bytes
+
+
+def key_of(keep: KeptSets, segments: Segments) -> frozenset:
+    """Equal for equal kept sets and segments."""
+    return frozenset([*keep.items(), *segments.items()])
 
 
 class Filler:

@@ -111,7 +111,7 @@ class Level:
     Attributes:
         dropped: the values dropped at the turns that were passed.
         gone: those of them that were not made again yet.
-        again: the latest copy of each that was.
+        again: the latest copy of each that was; ``stale`` those made before the last turn.
         fresh: values kept across a turn that nothing late has read yet.
         late: what stands behind a barrier for a value that went through one.
         touched: everything above; an operation that reads none of it stays as it is.
@@ -126,12 +126,12 @@ class Level:
             since = since if isinstance(kept, StillKept) else turn
             self.turns.append((turn, since, self._dropped_at(since, kept)))
         self.leaving = {v for _, _, values in self.turns for v in values}
-        self.remade: set[int] = set()
         self.turn = 0
         self.looked = 0
         self.dropped: set[Value] = set()
         self.gone: set[Value] = set()
         self.again: dict[Value, Value] = {}
+        self.stale: set[Value] = set()
         self.fresh: set[Value] = set()
         self.late: dict[Value, Value] = {}
         self.touched: set[Value] = set()
@@ -170,13 +170,17 @@ class Level:
     def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
         """A turn: what it drops is gone from here on, what it keeps is fresh.
 
-        A turn inside a late part drops what was made before that part, and made again since.
+        A turn inside a late part drops copies of what was made before that part; what was made in
+        it stays late. The copies it keeps are stale: what is made of them once more must not be
+        merged with what was made of them before.
         """
         inside, self.turn, self.looked = turn == self.turn, turn, 0
         self.dropped.update(dropped)
         self.gone.update(dropped)
         for value in dropped:
             self.again.pop(value, None)
+        self.stale = set(self.again.values())
+        self.behind.clear()
         if self.barriers and not inside:
             before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
             self.fresh.update([v for _, v, _ in before])
@@ -240,7 +244,6 @@ class Level:
         place = self.facts.block.path.replace("/", "_") or "step"
         tag = f"jaxmem.recompute.{place}.{next(self.numbers)}"
         stand_in = self._protect(positions, index, use, tag) if self.barriers else {}
-        self.remade.update(positions)
         for position in positions:
             op = self.ops[position]
             inputs: list[Atom] = []
@@ -290,8 +293,8 @@ class Level:
                     continue
                 now = self._now(value)
                 own.append(now)
-                # What is made a second time must not be merged with the first time either.
-                kept = now is value or now is self.late.get(value) or position in self.remade
+                kept = now is value or now is self.late.get(value)
+                kept = kept or self.again.get(value) in self.stale
                 if kept and now not in self.inputs and value not in self.facts.numbers:
                     held[now] = None
                 safe = safe or now in held or now in self.behind

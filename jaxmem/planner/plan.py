@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxmem.errors import PlanMismatchError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Action = Literal["keep", "recompute"]
 
 
@@ -63,6 +63,21 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Segmented:
+    """A loop and its backward loop that run in segments: the forward pass runs again in each.
+
+    Attributes:
+        path: the two loops, by the block that one iteration of both is.
+        length: how many iterations they have.
+        counts: how many segments, then how many within each of these, and so on.
+    """
+
+    path: str
+    length: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Round:
     """One compile of the way from the first guess to the verified program.
 
@@ -108,6 +123,7 @@ class Plan:
         notes: anything the user should know (for instance: runs here, planned for another GPU).
         fingerprint: hash of the program the plan belongs to.
         kept: what is kept across each turn; empty where the program is unchanged.
+        segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
     """
 
@@ -128,6 +144,7 @@ class Plan:
     rounds: tuple[Round, ...]
     fingerprint: str
     kept: tuple[Kept, ...] = ()
+    segments: tuple[Segmented, ...] = ()
     notes: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
@@ -194,5 +211,8 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     notes = tuple(data.pop("notes"))
     kept = tuple(Kept(**{**k, "names": tuple(k["names"])}) for k in data.pop("kept"))
     options = tuple((str(name), str(value)) for name, value in data.pop("options"))
+    segments = tuple(
+        Segmented(s["path"], s["length"], tuple(s["counts"])) for s in data.pop("segments")
+    )
     lists = {"decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
-    return {**data, **lists, "options": options}
+    return {**data, **lists, "segments": segments, "options": options}

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from operator import is_not
 
 from jaxmem.planner.level import Facts, Level, StillKept, Turns
-from jaxmem.planner.pairs import split_pair
+from jaxmem.planner.pairs import Halves, split_pair
+from jaxmem.planner.passes import split_in_segments
+from jaxmem.planner.segments import Segments, refusal
 from jaxmem.program.ir import Block, Op
 from jaxmem.program.loops import Nest, Pair
+from jaxmem.program.making import in_pieces
 from jaxmem.program.primitives import may_repeat
 
 Turn = tuple[str, int]
@@ -24,6 +27,10 @@ Turn = tuple[str, int]
 
 Keep = Mapping[Turn, frozenset[str]]
 """For each turn that is planned, the keys of the values kept across it."""
+
+Decided = tuple[Keep, Segments]
+
+_WHOLE: Segments = {}
 
 __all__ = ["Keep", "Scheduler", "StillKept", "Turn"]
 
@@ -43,9 +50,22 @@ class Scheduler:
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
 
-    def schedule(self, keep: Keep) -> Block:
-        """The whole step with the recomputations of ``keep`` in it."""
-        return self._block(self.nest, keep)
+    def schedule(self, keep: Keep, segments: Segments = _WHOLE) -> Block:
+        """The whole step with the recomputations of ``keep`` in it, and its loops in segments.
+
+        Args:
+            keep: for each turn that is planned, the names of what is kept across it.
+            segments: for the path of a scan pair's joint block the numbers of segments, outermost
+                first; a pair that is not named or has none stays whole.
+
+        Raises:
+            ValueError: no such pair, or it cannot run in these segments.
+        """
+        segments = {path: tuple(counts) for path, counts in segments.items() if counts}
+        refused = refusal(self.nest, segments)
+        if refused:
+            raise ValueError(refused)
+        return self._block(self.nest, (keep, segments))
 
     def repeatable(self, op: Op) -> bool:
         """Whether ``op`` may be executed again."""
@@ -54,20 +74,25 @@ class Scheduler:
             known = self._repeatable[op] = may_repeat(op)
         return known
 
-    def _touched(self, nest: Nest, keep: Keep) -> frozenset:
+    def _touched(self, nest: Nest, decided: Decided) -> frozenset:
+        """What is decided about a block and everything inside it."""
         path = nest.block.path
-        return frozenset(
-            item for item in keep.items() if item[0][0] == path or _inside(item[0][0], path)
-        )
+        keep, segments = decided
+        turns = [item for item in keep.items() if _inside(item[0][0], path)]
+        pairs = [item for item in segments.items() if _inside(item[0], path)]
+        return frozenset([*turns, *pairs])
 
-    def _block(self, nest: Nest, keep: Keep) -> Block:
-        touched = self._touched(nest, keep)
+    def _block(self, nest: Nest, decided: Decided) -> Block:
+        touched = self._touched(nest, decided)
         if not touched:
             return nest.block
         memo_key = (nest.block.path, touched)
         if memo_key not in self._memo:
-            ops = self._with_loops(nest, keep)
-            block, _ = self._level(nest.block, ops, _turns(nest.block, keep), barriers=True)
+            ops = self._with_loops(nest, decided)
+            turns = _turns(nest.block, decided[0])
+            block, _ = self._level(nest.block, ops, turns, barriers=True)
+            if decided[1]:
+                block = replace(block, ops=in_pieces(block.ops))
             if nest is self.nest:
                 return block
             self._memo[memo_key] = block
@@ -82,35 +107,38 @@ class Scheduler:
             facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable, carried)
         return Level(facts, turns, barriers=barriers, host=self.host).run()
 
-    def _with_loops(self, nest: Nest, keep: Keep) -> list[Op]:
+    def _with_loops(self, nest: Nest, decided: Decided) -> list[Op]:
         ops = list(nest.block.ops)
         for pair, inner in nest.pairs:
-            touched = self._touched(inner, keep)
+            touched = self._touched(inner, decided)
             if touched:
                 memo_key = (inner.block.path, touched)
                 if memo_key not in self._memo:
-                    self._memo[memo_key] = self._pair(nest, pair, inner, keep)
+                    self._memo[memo_key] = self._pair(nest, pair, inner, decided)
                 ops[pair.forward], ops[pair.backward] = self._memo[memo_key]  # type: ignore
         for index, inner in nest.loops:
-            body = self._block(inner, keep)
+            body = self._block(inner, decided)
             op = ops[index]
             if op.loop is not None and body is not inner.block:
                 loop = replace(op.loop, body=body, rewritten=True)
                 ops[index] = Op(op.eqn, op.inputs, op.outputs, loop)
         return ops
 
-    def _pair(self, nest: Nest, pair: Pair, inner: Nest, keep: Keep) -> tuple[Op, Op]:
+    def _pair(self, nest: Nest, pair: Pair, inner: Nest, decided: Decided) -> tuple[Op, Op]:
         """The two scans of a pair, with what is not kept made again in the backward body."""
-        ops = self._with_loops(inner, keep)
+        ops = self._with_loops(inner, decided)
+        keep, segments = decided
         turns = _turns(inner.block, keep) or [(pair.cut, None)]
         forward = nest.block.ops[pair.forward].loop
         assert forward is not None
         joint, cut = self._level(inner.block, ops, turns, barriers=False, carried=forward.num_carry)
-        return split_pair(nest.block, pair, joint, cut)
+        halves = Halves.of(nest.block, pair, joint, cut)
+        counts = segments.get(inner.block.path)
+        return split_in_segments(halves, counts) if counts else split_pair(halves)
 
 
 def _inside(path: str, outer: str) -> bool:
-    return outer == "" or path.startswith(outer + "/")
+    return outer in ("", path) or path.startswith(outer + "/")
 
 
 def _turns(block: Block, keep: Keep) -> Turns:

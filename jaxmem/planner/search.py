@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxmem.planner.candidates import TurnChoices, choices, stock_keeps
-from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
+from jaxmem.planner.fill import Filler, KeptSets, Members, Solution, key_of
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.schedule import Scheduler, Turn
+from jaxmem.planner.segments import Segments, segment_choices, splittable
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.solvers import milp
 from jaxmem.program.cost import Rates
@@ -40,6 +41,9 @@ _NEAR_SMALLEST = (1.0, 1.1, 1.35, 1.7, 2.0)
 # How often a limit is moved until what is written out fits what was proposed on paper.
 _MOST_CORRECTIONS = 4
 _WELL_USED = 0.98
+# Below this many times the smallest peak without nesting, nested recomputation is looked at.
+_TIGHT = 1.5
+_MOST_NESTED = 2
 # Ways to keep the body of a loop that are looked at, from everything to nothing.
 _WAYS_TO_KEEP_A_BODY = 10
 
@@ -80,6 +84,7 @@ class Search:
         self._bases: dict[frozenset[str], list[Solution]] = {}
         self._smallest: dict[frozenset[str], list[Solution]] = {}
         self._lines: dict[frozenset[str], LineSolver] = {}
+        self._segmented: dict[frozenset[str], list[Solution]] = {}
         self._bodies: dict[Turn, list[frozenset[str]]] = {}
 
     def _line(self) -> FusedLine | None:
@@ -96,13 +101,17 @@ class Search:
         """Forget what was pinned: what is found next depends on nothing that came before."""
         self.pinned = frozenset()
 
-    def evaluate(self, keep: KeptSets, solver: str = "") -> Solution:
-        """The schedule of a kept set, written out and simulated."""
+    def evaluate(
+        self, keep: KeptSets, segments: Segments | None = None, solver: str = ""
+    ) -> Solution:
+        """The schedule of a kept set, and of loops in segments, written out and simulated."""
         keep = self._with_pinned(keep)
-        key = frozenset(keep.items())
+        segments = {path: counts for path, counts in (segments or {}).items() if counts}
+        key = key_of(keep, segments)
         if key not in self._simulated:
-            simulation = self.simulator.step(self.scheduler.schedule(keep))
-            self._simulated[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
+            ran = self.simulator.step(self.scheduler.schedule(keep, segments))
+            found = Solution(keep, ran.temp_bytes, ran.seconds, segments=segments)
+            self._simulated[key] = found
         return replace(self._simulated[key], solver=solver)
 
     def _with_pinned(self, keep: KeptSets) -> KeptSets:
@@ -120,7 +129,7 @@ class Search:
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
-        return self.scheduler.schedule(solution.keep)
+        return self.scheduler.schedule(solution.keep, solution.segments)
 
     def bases(self) -> list[Solution]:
         """The simple answers, the smallest first; on paper where that is quicker."""
@@ -133,14 +142,15 @@ class Search:
     def smallest(self) -> Solution:
         """The smallest of the simple answers, written out."""
         first = self.bases()[0]
-        return self.evaluate(first.keep, first.solver)
+        return self.evaluate(first.keep, solver=first.solver)
 
     def smallest_first(self) -> list[Solution]:
         """The schedules with the smallest peaks; the same ones whatever was solved before."""
         if not self.choices:
             return []
         if self.pinned not in self._smallest:
-            found = [self.smallest(), *self._nested_smallest()]
+            nested = [*self._nested_smallest(), *self._in_segments()]
+            found = [self.smallest(), *sorted(nested, key=lambda s: s.temp_bytes)[:_MOST_NESTED]]
             least = found[0].temp_bytes
             found += [s for s in (self.solve(int(least * near)) for near in _NEAR_SMALLEST) if s]
             once = {s.key: s for s in found}
@@ -153,7 +163,7 @@ class Search:
         if self.line is None:
             return []
         keep = self._line_solver().smallest(self.smallest().temp_bytes)
-        return [] if keep is None else [self.evaluate(keep, "chain DP")]
+        return [] if keep is None else [self.evaluate(keep, solver="chain DP")]
 
     def solve(self, limit_bytes: int) -> Solution | None:
         """The least recomputation within ``limit_bytes`` of temporaries; ``None`` if none fits."""
@@ -168,7 +178,7 @@ class Search:
             proposal = self._propose(aim)
             if proposal is None:
                 break
-            judged = self.evaluate(proposal.keep, proposal.solver)
+            judged = self.evaluate(proposal.keep, solver=proposal.solver)
             if judged.temp_bytes <= limit_bytes:
                 best = judged if best is None or judged.cost < best.cost else best
                 if judged.temp_bytes >= _WELL_USED * limit_bytes or aim > limit_bytes:
@@ -178,8 +188,10 @@ class Search:
             elif best is not None:
                 break
             aim = int(aim * limit_bytes / max(judged.temp_bytes, 1))
-        simple = [self.evaluate(s.keep, s.solver) for s in self._simple_within(limit_bytes)]
-        found = [s for s in (best, *simple) if s is not None and s.temp_bytes <= limit_bytes]
+        others = [self.evaluate(s.keep, solver=s.solver) for s in self._simple_within(limit_bytes)]
+        if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
+            others += self._in_segments()
+        found = [s for s in (best, *others) if s is not None and s.temp_bytes <= limit_bytes]
         return min(found, key=lambda s: s.cost, default=None)
 
     def _simple_within(self, limit_bytes: int) -> list[Solution]:
@@ -217,7 +229,8 @@ class Search:
             best = base
             for choice in self.choices:
                 for kept in self._ways_to_keep(choice.turn):
-                    tried = self.evaluate({**best.keep, choice.turn: kept}, "MILP per loop body")
+                    keep = {**best.keep, choice.turn: kept}
+                    tried = self.evaluate(keep, solver="MILP per loop body")
                     if tried.temp_bytes <= limit_bytes and tried.cost < best.cost:
                         best = tried
             yield best
@@ -236,6 +249,22 @@ class Search:
                 ways = list(dict.fromkeys(line.kept(numbers) for numbers in found))
             self._bodies[turn] = ways
         return self._bodies[turn]
+
+    def _in_segments(self) -> list[Solution]:
+        """Nested recomputation of scans: each in segments, its body kept in every way known."""
+        if self.pinned not in self._segmented:
+            paths = splittable(self.nest)
+            base = {c.turn: _valley_keep(c, 1, loops=True, tail=False) for c in self.choices}
+            found = []
+            for choice in self.choices:
+                path = choice.turn[0]
+                if path in paths:
+                    for counts in segment_choices(paths[path]):
+                        for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
+                            keep = {**base, choice.turn: kept}
+                            found.append(self.evaluate(keep, {path: counts}, "loops in segments"))
+            self._segmented[self.pinned] = found
+        return self._segmented[self.pinned]
 
     def _base_keeps(self) -> Iterator[tuple[str, KeptSets]]:
         if not self.choices:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxmem.program.cost import Rates, op_seconds
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Atom, Block, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 
@@ -88,6 +88,10 @@ class Simulator:
         held = {v for v in block.outputs if isinstance(v, Value)}
         return self._run(block.inputs, block.ops, block.outputs, held)
 
+    def iteration(self, loop: Loop) -> Simulation:
+        """Simulate one iteration of a loop; rows of an array that it fills are written out."""
+        return self.body(loop.body, loop.num_carry - loop.filled)
+
     def body(self, block: Block, num_carry: int) -> Simulation:
         """Simulate one iteration of a loop: new carries are temporary, slices are written out."""
         known = self._bodies.get(id(block))
@@ -153,7 +157,7 @@ class Simulator:
     def inside(self, op: Op) -> tuple[Block, Simulation] | None:
         """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""
         if op.loop is not None:
-            return op.loop.body, self.body(op.loop.body, op.loop.num_carry)
+            return op.loop.body, self.iteration(op.loop)
         blocks = () if op.barrier else opened(op.eqn)
         simulated = [(block, self.body(block, len(block.outputs))) for block in blocks]
         return max(simulated, key=lambda pair: pair[1].temp_bytes, default=None)
@@ -161,7 +165,7 @@ class Simulator:
     def seconds(self, op: Op, kind: Kind, roots: dict) -> float:
         """Predicted time of one operation that makes a buffer."""
         if op.loop is not None:
-            return op.loop.length * self.body(op.loop.body, op.loop.num_carry).seconds
+            return op.loop.length * self.iteration(op.loop).seconds
         if kind is Kind.OPAQUE:
             known = self._seconds.get(op.origin)
             if known is None:

@@ -68,11 +68,23 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
                     roots[result] = (result,)
                     written = (*written, result)
         else:
-            written = tuple(op.outputs)
-            for result in written:
-                roots[result] = (result,)
+            filled = _filled_in_place(op)
+            written = tuple([v for v in op.outputs if v not in filled])
+            roots.update({v: (v,) for v in written})
+            roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
     return Fusion(roots, kinds, tuple(made))
+
+
+def _filled_in_place(op: Op) -> dict[Value, Value]:
+    """The whole arrays that a loop returns filled, each with the one it was given to fill."""
+    loop = op.loop
+    if loop is None or not loop.filled:
+        return {}
+    given = op.inputs[loop.num_consts :][: loop.num_carry]
+    first = loop.num_carry - loop.filled
+    pairs = zip(op.outputs[first : loop.num_carry], given[first:], strict=True)
+    return {result: array for result, array in pairs if isinstance(array, Value)}
 
 
 def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:

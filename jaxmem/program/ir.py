@@ -122,7 +122,15 @@ class Loop:
     """A ``scan``: its body and how operands are split.
 
     Body inputs are constants, carries, slices; body outputs are carries, slices to stack.
-    ``rewritten`` says that the body is no longer the traced one.
+
+    Attributes:
+        rewritten: the body is no longer the traced one.
+        pieces: operations that take the operands and give the results of the loop, and stand in
+            its place once the line it is in is written out.
+        filled: how many of the last carries are whole arrays that are filled row by row in place.
+        rows: how many of the last operands are whole arrays of which an iteration gets a row.
+        step: how far the first carry, the index of these rows, moves with each iteration: 1 or
+            -1. Where it is not 0 the body gives a row to write in the place of a filled array.
     """
 
     body: Block
@@ -132,6 +140,10 @@ class Loop:
     reverse: bool
     unroll: int
     rewritten: bool = False
+    pieces: Block | None = None
+    filled: int = 0
+    rows: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)

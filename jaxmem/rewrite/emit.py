@@ -9,7 +9,7 @@ import jax
 from jax.extend import core as jex
 
 from jaxmem import _compat
-from jaxmem.program.ir import Atom, Block, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 
 _BARRIER = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier((x,)))(0.0).eqns[0]
 
@@ -126,7 +126,12 @@ def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:
             operands[carried:],
         )
 
+        windowed = _windowed(loop, slices) if loop.step else None
+        slices = slices[: len(slices) - loop.rows]
+
         def step(carry: Sequence[Any], sliced: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            if windowed:
+                return windowed(body, consts, carry, sliced)
             results = body(*consts, *carry, *sliced)
             return results[: loop.num_carry], results[loop.num_carry :]
 
@@ -137,3 +142,25 @@ def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:
         env.update(zip(op.outputs, [*carry, *stacked], strict=True))
 
     return run
+
+
+def _windowed(loop: Loop, slices: Sequence[Any]) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """One iteration of a loop that takes rows of whole arrays and fills others row by row."""
+    wholes = slices[len(slices) - loop.rows :]
+    first = loop.num_carry - loop.filled
+
+    def iteration(
+        body: Callable[..., list[Any]],
+        consts: Sequence[Any],
+        carry: Sequence[Any],
+        sliced: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        index = carry[0]
+        rows = [jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in wholes]
+        results = body(*consts, *carry, *sliced, *rows)
+        written = zip(carry[first:], results[first : loop.num_carry], strict=True)
+        filled = [jax.lax.dynamic_update_index_in_dim(a, row, index, 0) for a, row in written]
+        following = index + 1 if loop.step > 0 else index - 1
+        return [following, *results[1:first], *filled], results[loop.num_carry :]
+
+    return iteration

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from jaxmem.errors import Holder
 from jaxmem.planner.plan import Decision
+from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution
+from jaxmem.planner.segments import Segments
 from jaxmem.planner.simulate import Simulation
 from jaxmem.program.ir import Block, Op, Program, Value
 from jaxmem.program.loops import Nest, is_backward
@@ -32,7 +34,7 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     }
     found = []
     for members in search.groups.values():
-        again = [c for t, c in members if solution and c.name not in solution.keep[t]]
+        again = [c for t, c in members if solution and _made_again(solution, t, c.name)]
         first = members[0][1]
         if id(first.op) in paired and not again:
             continue  # What the loop stacks is decided value by value inside it.
@@ -66,7 +68,9 @@ def _fused_residuals(
                 if not isinstance(value, Value) or value not in made or value.key in known:
                     continue
                 origin = origin_of(made[value], names.get(value, ""))
-                dropped = solution is not None and value.key not in _kept(solution)
+                dropped = solution is not None and (
+                    value.key not in _kept(solution) or _in_segments(solution, pair.joint.path)
+                )
                 yield _decision(
                     str(value.key),
                     value,
@@ -80,6 +84,35 @@ def _fused_residuals(
 
 def _kept(solution: Solution) -> frozenset[str]:
     return frozenset().union(*solution.keep.values())
+
+
+def _made_again(solution: Solution, turn: Turn, name: str) -> bool:
+    """Whether a value is dropped at its turn, or with the whole iteration that it is of."""
+    kept = solution.keep.get(turn)
+    return (kept is not None and name not in kept) or _in_segments(solution, turn[0])
+
+
+def _in_segments(solution: Solution, path: str) -> bool:
+    return any(f"{path}/".startswith(f"{pair}/") for pair in solution.segments)
+
+
+def in_segments(nest: Nest, segments: Segments) -> list[str]:
+    """One sentence for each loop that runs in segments."""
+    found = []
+    for inner in nest.walk():
+        for pair, _ in inner.pairs:
+            counts, op = segments.get(pair.joint.path), inner.block.ops[pair.forward]
+            if not counts or op.loop is None:
+                continue
+            passes = "once" if len(counts) == 1 else f"{len(counts)} times"
+            within = ", each in ".join(f"{n} segments" for n in counts)
+            where = origin_of(op).source.split(" (")[0]
+            found.append(
+                f"the loop of {op.loop.length} iterations{where and f' at {where}'} keeps what it "
+                f"carries into {within}, and nothing else; its forward pass runs {passes} more, "
+                "segment by segment, while the backward pass runs"
+            )
+    return found
 
 
 def _decision(

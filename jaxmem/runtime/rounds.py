@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import kept_name
-from jaxmem.planner.plan import Kept, Plan, Round
+from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
+from jaxmem.planner.segments import refusal, splittable
 from jaxmem.program.ir import Block
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
@@ -135,12 +136,14 @@ class _Rounds:
         """The program of a plan made before."""
         keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
         self._check_names(keep)
+        self._check_segments(plan)
+        segments = {s.path: s.counts for s in plan.segments}
         if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
             raise PlanMismatchError(
                 f"the plan for {plan.function} sets compiler options that this jaxmem does not "
                 f"use for {plan.target}: {dict(plan.options)}. Plan again."
             )
-        solution = self.search.evaluate(keep) if keep else None
+        solution = self.search.evaluate(keep, segments) if keep or segments else None
         self.report("compiling the plan")
         problem, options = "", dict(plan.options)
         if solution is None:
@@ -180,6 +183,20 @@ class _Rounds:
                     f"the plan keeps {unknown[0]}, which {self.compiler.program.name} does not "
                     "have: the plan was changed or made by another version. Plan again."
                 )
+
+    def _check_segments(self, plan: Plan) -> None:
+        """Every loop that a plan cuts into segments must be there and let itself be cut."""
+        nest = self.search.nest
+        refused = refusal(nest, {s.path: s.counts for s in plan.segments})
+        lengths = splittable(nest)
+        wrong = [s for s in plan.segments if not refused and lengths[s.path] != s.length]
+        if wrong:
+            refused = f"the pair of scans {wrong[0].path!r} has {lengths[wrong[0].path]} iterations"
+        if refused:
+            raise PlanMismatchError(
+                f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}: "
+                "the plan was changed or made by another version. Plan again."
+            )
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
@@ -253,6 +270,7 @@ class _Rounds:
         decisions = describe.decisions(search, solution)
         if solution is not None and not any(d.recomputed for d in decisions):
             notes.append(describe.ONLY_FUSED)
+        notes += describe.in_segments(search.nest, solution.segments if solution else {})
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
@@ -276,6 +294,10 @@ class _Rounds:
             kept=tuple(
                 Kept(path, turn, tuple(sorted(names)))
                 for (path, turn), names in sorted(solution.keep.items() if solution else ())
+            ),
+            segments=tuple(
+                Segmented(path, splittable(search.nest)[path], counts)
+                for path, counts in sorted(solution.segments.items() if solution else ())
             ),
             notes=tuple(notes),
             options=tuple(sorted(self._options(solution, compiled).items())),

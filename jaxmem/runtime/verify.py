@@ -23,6 +23,8 @@ _KERNELS = ("dot_general", "conv_general_dilated")
 # layer of an Equinox MLP under vmap).
 _TAG = re.compile(r"jaxmem\.recompute\.[^/\")]+")
 _NAMED = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})")
+# XLA keeps one of two loop bodies that are equal, and its names; the loops keep their own.
+_WHILE = re.compile(r" while\(.*op_name=\"[^\"]*(jaxmem\.recompute\.[^/\")]+)\)*/while\"")
 _OPCODE = re.compile(r" (?:dot|convolution)\(| custom-call\(.*(?:gemm|matmul|conv|cublas|cudnn)")
 # A rewrite changes fusion, and fusion changes rounding. FACTS section 5: the error of a rewrite
 # may be a few times the error of the plain program, not more.
@@ -50,10 +52,10 @@ def undone(block: Block, hlo_text: str) -> tuple[Op, ...]:
     Returns:
         The user's own operations of which no copy is left in one of the recomputations.
     """
-    present = _kernel_tags(hlo_text)
+    kernels, loops = _kernel_tags(hlo_text), set(_WHILE.findall(hlo_text))
     missing: list[Op] = []
-    for tag, ops in _recomputed_kernels(block).items():
-        if tag not in present:
+    for (tag, in_loop), ops in _recomputed_kernels(block).items():
+        if tag not in kernels and not (in_loop and tag in loops):
             missing.extend(op.origin for op in ops)
     return tuple(missing)
 
@@ -69,15 +71,18 @@ def _kernel_tags(hlo_text: str) -> set[str]:
     return found
 
 
-def _recomputed_kernels(block: Block) -> dict[str, list[Op]]:
-    """The recomputed matrix products, convolutions and loops, by recomputation."""
-    found: dict[str, list[Op]] = {}
+def _recomputed_kernels(block: Block, within: str = "") -> dict[tuple[str, bool], list[Op]]:
+    """The recomputed matrix products, convolutions and loops, by recomputation.
+
+    Beside the name of each whether these are the iterations of a recomputed loop, ``within``.
+    """
+    found: dict[tuple[str, bool], list[Op]] = {}
     for op in block.ops:
         if op.recompute and not op.barrier and op.name in _KERNELS:
-            found.setdefault(op.recompute, []).append(op)
+            found.setdefault((op.recompute, op.recompute == within), []).append(op)
         if op.loop is not None and kind_of(op) is Kind.OPAQUE:
-            for tag, ops in _recomputed_kernels(op.loop.body).items():
-                found.setdefault(tag, []).extend(ops)
+            for key, ops in _recomputed_kernels(op.loop.body, op.recompute or within).items():
+                found.setdefault(key, []).extend(ops)
     return found
 
 

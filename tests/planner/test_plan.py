@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem
-from jaxmem.planner.plan import Decision, Kept, Plan, Round
+from jaxmem.planner.plan import Decision, Kept, Plan, Round, Segmented
 
 X = jnp.zeros((1024, 128))
 W = jnp.zeros((128, 128))
@@ -46,7 +46,7 @@ def instances(cls):
         "tuple[str, ...]": st.lists(st.text()).map(tuple),
         "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     }
-    for part in (Decision, Round, Kept):
+    for part in (Decision, Round, Kept, Segmented):
         if cls is Plan:
             kinds[f"tuple[{part.__name__}, ...]"] = st.lists(instances(part), max_size=3).map(tuple)
     fields = [f for f in dataclasses.fields(cls) if f.name != "schema_version"]
@@ -93,7 +93,9 @@ def test_decisions_say_what_is_kept(plan: Plan):
     assert plan.recomputed() == tuple(d for d in plan.decisions if d.recomputed)
 
 
-@pytest.mark.parametrize("damage", ["predicted_bytes", "decisions", "kept", "budget_bytes"])
+@pytest.mark.parametrize(
+    "damage", ["predicted_bytes", "decisions", "kept", "segments", "budget_bytes"]
+)
 def test_a_plan_with_something_missing_is_damaged(plan: Plan, damage: str):
     data = json.loads(plan.to_json())
     del data[damage]

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.planner.search import Search, _most
+from jaxmem.planner.fill import _most
+from jaxmem.planner.search import Search
 from jaxmem.planner.simulate import Simulator
 from tests.planner.lines import RATES, search
 from tests.problems import PROBLEMS, pure
@@ -83,11 +84,12 @@ def test_with_all_the_memory_no_time_is_lost(found: Search):
 
 
 def test_below_the_smallest_there_is_nothing(found: Search):
-    smallest = found.bases()[0]
-    assert found.solve(smallest.temp_bytes - 1) is None
+    smallest = found.smallest_first()[0]
+    assert smallest.temp_bytes <= found.smallest().temp_bytes
     again = found.solve(smallest.temp_bytes)
     assert again is not None
     assert again.temp_bytes <= smallest.temp_bytes
+    assert found.solve(found.bases()[0].temp_bytes // 4) is None
 
 
 def test_the_smallest_come_first_whatever_was_solved_before(chain: Search):
@@ -100,8 +102,15 @@ def test_a_chain_is_cut_into_segments(chain: Search):
     """Chen et al. 2016: a chain of n layers needs the order of sqrt(n) of them, here 4 + 4."""
     layer = 512 * 64 * 4
     assert chain.keep_all.temp_bytes >= 15 * layer
-    assert chain.bases()[0].temp_bytes <= 9 * layer
-    assert chain.bases()[0].seconds < 1.5 * chain.keep_all.seconds
+    assert chain.smallest().temp_bytes <= 9 * layer
+    assert chain.smallest().seconds < 1.5 * chain.keep_all.seconds
+
+
+def test_nesting_goes_below_one_cut_into_segments(chain: Search):
+    """Griewank and Walther 2000: with more than one level fewer layers than 2 sqrt(n) are held."""
+    nested = chain.smallest_first()[0]
+    assert nested.temp_bytes <= 0.7 * chain.smallest().temp_bytes
+    assert len(nested.keep) > 1, "turns inside the backward pass"
 
 
 def test_what_is_pinned_is_kept(chain: Search):
