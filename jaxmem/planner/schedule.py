@@ -5,6 +5,9 @@ forward pass ends and its backward pass begins. Everything else that was made be
 made again just before its first use after it, from kept values, behind an optimization barrier
 tied to an operand of that use that was born after the turn. Without the barrier XLA merges the
 copies with the originals and undoes the plan (FACTS section 2).
+
+What is kept may cross the turn in host memory, and arguments may live there: see
+:mod:`jaxmem.planner.transfers`.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
 
+from jaxmem.errors import ArgumentError
 from jaxmem.planner.level import Facts, Level, Turns
 from jaxmem.planner.pairs import split_pair
-from jaxmem.program.ir import Block, Op
+from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.transfers import Moved, TransferLevel, Windows, moved_of
+from jaxmem.program.ir import Block, Hosting, Op, Value
 from jaxmem.program.loops import Nest, Pair
 from jaxmem.program.primitives import may_repeat
 
@@ -25,6 +31,35 @@ Turn = tuple[str, int]
 Keep = Mapping[Turn, frozenset[str]]
 """For each turn that is planned, the keys of the values kept across it."""
 
+_NOTHING: Keep = {}
+_NOWHERE = Hosting()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a schedule is written out for."""
+
+    keep: Keep
+    offload: Keep
+    hosting: Hosting
+
+    def at(self, path: str, outermost: str) -> frozenset:
+        """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
+        found = [item for item in self.keep.items() if _inside(item[0][0], path)]
+        away = [("offload", *item) for item in self.offload.items() if _inside(item[0][0], path)]
+        hosted = [self.hosting] if self.hosting and path == outermost else []
+        return frozenset([*found, *away, *hosted])
+
+    def turns(self, path: str) -> Turns:
+        """The turns of one block; where only offload names one, everything is kept."""
+        here = {turn: kept for (where, turn), kept in self.keep.items() if where == path}
+        away = {turn: None for where, turn in self.offload if where == path}
+        return sorted((away | here).items())
+
+    def away(self, path: str) -> dict[int, frozenset[str]]:
+        """What is offloaded across each turn of one block."""
+        return {turn: names for (where, turn), names in self.offload.items() if where == path}
+
 
 @dataclass
 class Scheduler:
@@ -33,17 +68,49 @@ class Scheduler:
     Attributes:
         nest: the program.
         host: written out for XLA:CPU, which orders operations differently from XLA:GPU.
+        simulator: tells how long operations take, to place transfers; without one a copy to the
+            host ends where its value is made and one back starts where it is needed.
     """
 
     nest: Nest
     host: bool = False
+    simulator: Simulator | None = None
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
 
-    def schedule(self, keep: Keep) -> Block:
-        """The whole step with the recomputations of ``keep`` in it."""
-        return self._block(self.nest, keep)
+    def schedule(
+        self, keep: Keep, offload: Keep = _NOTHING, hosting: Hosting = _NOWHERE
+    ) -> Block:
+        """The whole step with the recomputations of ``keep`` and the transfers in it.
+
+        Args:
+            keep: the names kept across each turn.
+            offload: those of them that cross it in host memory.
+            hosting: inputs that live in host memory, and results that are returned there: see
+                :meth:`jaxmem.program.ir.Program.hosting`.
+
+        Raises:
+            ArgumentError: ``offload`` names something that cannot be offloaded or is not kept, or
+                the schedule is for a CPU, whose memory is the host's.
+        """
+        offload = {turn: names for turn, names in offload.items() if names}
+        if offload or hosting:
+            self._check(offload)
+        return self._block(self.nest, _Wanted(keep, offload, hosting))
+
+    def _check(self, offload: Keep) -> None:
+        if self.host:
+            raise ArgumentError(
+                "nothing can be offloaded or hosted on a CPU: its device memory is host memory. "
+                'Plan for a GPU, such as target="h200".'
+            )
+        if not self.nest.block.ops:
+            raise ArgumentError("a step without operations has nothing to offload or host")
+        paths = {inner.block.path for inner in self.nest.walk()}
+        for path, turn in offload:
+            if path not in paths:
+                raise ArgumentError(f"no block {path!r} has a turn {turn} to offload across")
 
     def repeatable(self, op: Op) -> bool:
         """Whether ``op`` may be executed again."""
@@ -52,64 +119,87 @@ class Scheduler:
             known = self._repeatable[op] = may_repeat(op)
         return known
 
-    def _touched(self, nest: Nest, keep: Keep) -> frozenset:
-        path = nest.block.path
-        return frozenset(
-            item for item in keep.items() if item[0][0] == path or _inside(item[0][0], path)
-        )
-
-    def _block(self, nest: Nest, keep: Keep) -> Block:
-        touched = self._touched(nest, keep)
+    def _block(self, nest: Nest, wanted: _Wanted) -> Block:
+        touched = wanted.at(nest.block.path, self.nest.block.path)
         if not touched:
             return nest.block
         memo_key = (nest.block.path, touched)
         if memo_key not in self._memo:
-            ops = self._with_loops(nest, keep)
-            block, _ = self._level(nest.block, ops, _turns(nest.block, keep), barriers=True)
+            ops = self._with_loops(nest, wanted)
+            block, _ = self._level(nest, ops, wanted, barriers=True)
             if nest is self.nest:
                 return block
             self._memo[memo_key] = block
         return self._memo[memo_key]  # type: ignore[return-value]
 
     def _level(
-        self, block: Block, ops: Sequence[Op], turns: Turns, *, barriers: bool, carried: int = 0
+        self,
+        nest: Nest,
+        ops: Sequence[Op],
+        wanted: _Wanted,
+        *,
+        barriers: bool,
+        carried: int = 0,
+        carries: tuple[Value, ...] = (),
     ) -> tuple[Block, int]:
         """One line written out; what is known about the same operations is used again."""
+        block = nest.block
         facts = self._facts.get(block.path)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
-            facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable, carried)
-        return Level(facts, turns, barriers=barriers, host=self.host).run()
+            facts = Facts.of(block, ops, self.repeatable, carried, carries)
+            self._facts[block.path] = facts
+        turns = wanted.turns(block.path)
+        if nest.cut is not None and not turns:
+            turns = [(nest.cut, None)]
+        away = wanted.away(block.path)
+        hosting = wanted.hosting if nest is self.nest else _NOWHERE
+        if not away and not hosting:
+            return Level(facts, turns, barriers=barriers, host=self.host).run()
+        moved = moved_of(facts, turns, away, hosting)
+        return self._transfers(facts, turns, moved, barriers=barriers)
 
-    def _with_loops(self, nest: Nest, keep: Keep) -> list[Op]:
+    def _transfers(
+        self, facts: Facts, turns: Turns, moved: Moved, *, barriers: bool
+    ) -> tuple[Block, int]:
+        """Written out twice: when what runs, and so when to move what, is known after the first."""
+        first = TransferLevel(facts, turns, moved, Windows(), barriers=barriers)
+        written = first.run()
+        if not barriers:
+            return written
+        windows = first.at_once()
+        if self.simulator is not None:
+            seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
+            windows = first.well_placed(seconds, self.simulator.rates)
+        return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
+
+    def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:
         ops = list(nest.block.ops)
         for pair, inner in nest.pairs:
-            touched = self._touched(inner, keep)
+            touched = wanted.at(inner.block.path, self.nest.block.path)
             if touched:
                 memo_key = (inner.block.path, touched)
                 if memo_key not in self._memo:
-                    self._memo[memo_key] = self._pair(nest, pair, inner, keep)
+                    self._memo[memo_key] = self._pair(nest, pair, inner, wanted)
                 ops[pair.forward], ops[pair.backward] = self._memo[memo_key]  # type: ignore
         for index, inner in nest.loops:
-            body = self._block(inner, keep)
+            body = self._block(inner, wanted)
             op = ops[index]
             if op.loop is not None and body is not inner.block:
                 loop = replace(op.loop, body=body, rewritten=True)
                 ops[index] = Op(op.eqn, op.inputs, op.outputs, loop)
         return ops
 
-    def _pair(self, nest: Nest, pair: Pair, inner: Nest, keep: Keep) -> tuple[Op, Op]:
+    def _pair(self, nest: Nest, pair: Pair, inner: Nest, wanted: _Wanted) -> tuple[Op, Op]:
         """The two scans of a pair, with what is not kept made again in the backward body."""
-        ops = self._with_loops(inner, keep)
-        turns = _turns(inner.block, keep) or [(pair.cut, None)]
-        forward = nest.block.ops[pair.forward].loop
-        assert forward is not None
-        joint, cut = self._level(inner.block, ops, turns, barriers=False, carried=forward.num_carry)
+        ops = self._with_loops(inner, wanted)
+        loop = nest.block.ops[pair.forward].loop
+        assert loop is not None
+        carries = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+        joint, cut = self._level(
+            inner, ops, wanted, barriers=False, carried=loop.num_carry, carries=carries
+        )
         return split_pair(nest.block, pair, joint, cut)
 
 
 def _inside(path: str, outer: str) -> bool:
-    return outer == "" or path.startswith(outer + "/")
-
-
-def _turns(block: Block, keep: Keep) -> Turns:
-    return sorted((turn, kept) for (path, turn), kept in keep.items() if path == block.path)
+    return outer in ("", path) or path.startswith(outer + "/")

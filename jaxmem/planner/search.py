@@ -75,7 +75,7 @@ class Search:
         self.program = program
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
-        self.scheduler = Scheduler(self.nest, host)
+        self.scheduler = Scheduler(self.nest, host, self.simulator)
         self.keep_all = self.simulator.step(program.block)
         self.choices: tuple[TurnChoices, ...] = choices(self.nest, self.simulator)
         self.groups: dict[str, list[tuple[Turn, Candidate]]] = {}

@@ -62,7 +62,11 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
         elif kind is Kind.ALIAS:
             for position, result in enumerate(op.outputs):
                 source = op.inputs[position if op.barrier else 0]
-                if isinstance(source, Value):
+                # A send reads its operand until something waits for it: a barrier, behind which
+                # the copy stands on its own.
+                if op.barrier and result.host:
+                    roots[result] = (result,)
+                elif isinstance(source, Value):
                     roots[result] = roots[source]
                 else:
                     roots[result] = (result,)
@@ -89,7 +93,7 @@ def _demand(
     readers: dict[Value, int] = {}
     constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
-        if kind is Kind.ALIAS and not op.barrier:
+        if kind is Kind.ALIAS and not (op.barrier or op.transfer):
             value, result = op.inputs[0], op.outputs[0]
             if isinstance(value, Value):
                 if result in demanded:
@@ -98,7 +102,7 @@ def _demand(
             continue
         for value in op.values:
             readers[value] = readers.get(value, 0) + 1
-        if kind is Kind.OPAQUE or op.barrier:
+        if kind is Kind.OPAQUE or op.barrier or op.transfer:
             demanded.update(_written_out(op, constants))
     return demanded, readers
 
@@ -110,7 +114,7 @@ def repeated_numbers(ops: Sequence[Op]) -> set[Value]:
     """
     found: set[Value] = set()
     for op in ops:
-        if op.barrier or not all(v in found for v in op.values):
+        if op.barrier or op.transfer or not all(v in found for v in op.values):
             continue
         scalar = kind_of(op) in (Kind.ALIAS, Kind.FUSED) and not op.name.startswith("random_")
         for value in op.outputs:

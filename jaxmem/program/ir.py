@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.extend import core as jex
+
+from jaxmem.errors import ArgumentError
 
 
 class Value:
@@ -16,21 +18,36 @@ class Value:
 
     Attributes:
         aval: its shape and dtype.
-        nbytes: its bytes.
+        nbytes: its bytes on the device; 0 where it is in host memory.
         key: stable identity for plans; ``None`` for values the rewrite makes anew.
+        host: whether it is in host memory.
     """
 
-    __slots__ = ("aval", "key", "nbytes")
+    __slots__ = ("aval", "host", "key", "nbytes")
 
-    def __init__(self, aval: Any, key: str | None = None):
+    def __init__(self, aval: Any, key: str | None = None, host: bool = False):
         self.aval = aval
         self.key = key
-        self.nbytes = aval_bytes(aval)
+        self.host = host
+        self.nbytes = 0 if host else aval_bytes(aval)
+
+    @property
+    def host_bytes(self) -> int:
+        """Its bytes in host memory; 0 where it is on the device."""
+        return aval_bytes(self.aval) if self.host else 0
+
+    def on_host(self) -> Value:
+        """A new value of the same shape and dtype in host memory: what a send makes of it."""
+        return Value(self.aval, f"{self.key}.host", host=True)
+
+    def on_device(self) -> Value:
+        """A new value of the same shape and dtype on the device: what a fetch makes of it."""
+        return Value(self.aval)
 
     def like(self) -> Value:
         """A new value of the same shape and dtype: what a recomputation produces."""
         made = Value.__new__(Value)
-        made.aval, made.key, made.nbytes = self.aval, None, self.nbytes
+        made.aval, made.key, made.nbytes, made.host = self.aval, None, self.nbytes, self.host
         return made
 
     def __repr__(self) -> str:
@@ -38,6 +55,7 @@ class Value:
 
 
 Atom = Value | jex.Literal
+Transfer = Literal["", "send", "fetch"]
 
 
 def aval_bytes(aval: Any) -> int:
@@ -60,12 +78,25 @@ class Op:
         inputs: operands; for a loop constants, carries, then sliced operands.
         outputs: results; for a loop carries, then stacked results.
         loop: for a ``scan`` its body and arity, else ``None``.
-        recompute: name of the recomputation this operation belongs to, "" for the user's own.
+        recompute: name of the recomputation or transfer this operation belongs to, "" for the
+            user's own.
         barrier: true for the barriers the schedule adds (results are the operands, unchanged).
+        transfer: ``"send"`` for the copies to host memory that the schedule adds, ``"fetch"`` for
+            those back to the device, "" for everything else.
         values: the distinct operands that are values, literals left out.
     """
 
-    __slots__ = ("_origin", "barrier", "eqn", "inputs", "loop", "outputs", "recompute", "values")
+    __slots__ = (
+        "_origin",
+        "barrier",
+        "eqn",
+        "inputs",
+        "loop",
+        "outputs",
+        "recompute",
+        "transfer",
+        "values",
+    )
 
     def __init__(
         self,
@@ -76,6 +107,7 @@ class Op:
         recompute: str = "",
         barrier: bool = False,
         origin: Op | None = None,
+        transfer: Transfer = "",
     ):
         self.eqn = eqn
         self.inputs = inputs
@@ -83,6 +115,7 @@ class Op:
         self.loop = loop
         self.recompute = recompute
         self.barrier = barrier
+        self.transfer = transfer
         self._origin = origin
         self.values = tuple(dict.fromkeys([v for v in inputs if isinstance(v, Value)]))
 
@@ -94,6 +127,8 @@ class Op:
     @property
     def name(self) -> str:
         """Name of the primitive."""
+        if self.transfer:
+            return "device_put"
         return "optimization_barrier" if self.barrier else self.eqn.primitive.name
 
     def __repr__(self) -> str:
@@ -132,6 +167,17 @@ class Loop:
     reverse: bool
     unroll: int
     rewritten: bool = False
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """Which inputs and results of a step are in host memory, by their positions in its block."""
+
+    inputs: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.results)
 
 
 @dataclass(frozen=True)
@@ -211,19 +257,38 @@ class Program:
         return tuple(first + n for n, leaf in enumerate(self.arguments) if leaf.donated)
 
     @property
+    def places(self) -> dict[int, int]:
+        """For each result that fits into a donated input of its shape and dtype, that input."""
+        free: dict[tuple, list[int]] = {}
+        for position in self.donated:
+            free.setdefault(_kind(self.block.inputs[position].aval), []).append(position)
+        taken = {}
+        for number, atom in enumerate(self.block.outputs):
+            waiting = free.get(_kind(atom.aval))
+            if waiting:
+                taken[number] = waiting.pop(0)
+        return taken
+
+    @property
     def aliased_results(self) -> frozenset[int]:
         """Positions of results that fit into donated arguments of the same shape and dtype."""
-        free: dict[tuple, int] = {}
-        for position in self.donated:
-            kind = _kind(self.block.inputs[position].aval)
-            free[kind] = free.get(kind, 0) + 1
-        shared = set()
-        for number, atom in enumerate(self.block.outputs):
-            kind = _kind(atom.aval)
-            if free.get(kind, 0):
-                free[kind] -= 1
-                shared.add(number)
-        return frozenset(shared)
+        return frozenset(self.places)
+
+    def hosting(self, hosted: frozenset[int]) -> Hosting:
+        """Argument leaves that live in host memory, and the results that take their places.
+
+        Args:
+            hosted: positions in ``arguments``.
+
+        Raises:
+            ArgumentError: there is no such argument.
+        """
+        wrong = sorted(n for n in hosted if not 0 <= n < len(self.arguments))
+        if wrong:
+            raise ArgumentError(f"{self.name} has {len(self.arguments)} arguments, no {wrong[0]}")
+        inputs = frozenset(len(self.consts) + n for n in hosted)
+        results = frozenset(n for n, position in self.places.items() if position in inputs)
+        return Hosting(inputs, results)
 
     @property
     def aliased_bytes(self) -> int:
