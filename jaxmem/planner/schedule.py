@@ -20,7 +20,7 @@ from jaxmem.errors import ArgumentError
 from jaxmem.planner.level import Facts, Level, Turns
 from jaxmem.planner.pairs import split_pair
 from jaxmem.planner.simulate import Simulator
-from jaxmem.planner.transfers import Moved, TransferLevel, Windows, moved_of
+from jaxmem.planner.transfers import Moved, TransferLevel, Windows, by_result, moved_of
 from jaxmem.program.ir import Block, Hosting, Op, Value
 from jaxmem.program.loops import Nest, Pair
 from jaxmem.program.primitives import may_repeat
@@ -144,15 +144,18 @@ class Scheduler:
     ) -> tuple[Block, int]:
         """One line written out; what is known about the same operations is used again."""
         block = nest.block
-        facts = self._facts.get(block.path)
+        hosting = wanted.hosting if nest is self.nest else _NOWHERE
+        name = block.path
+        if hosting:
+            name, ops = f"{block.path} hosted", by_result(ops, block.outputs)
+        facts = self._facts.get(name)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
             facts = Facts.of(block, ops, self.repeatable, carried, carries)
-            self._facts[block.path] = facts
+            self._facts[name] = facts
         turns = wanted.turns(block.path)
         if nest.cut is not None and not turns:
             turns = [(nest.cut, None)]
         away = wanted.away(block.path)
-        hosting = wanted.hosting if nest is self.nest else _NOWHERE
         if not away and not hosting:
             return Level(facts, turns, barriers=barriers, host=self.host).run()
         moved = moved_of(facts, turns, away, hosting)

@@ -26,6 +26,11 @@ from jaxmem.errors import ArgumentError
 from jaxmem.planner.level import BUFFERS, MOST_YOUNG, Facts, Level, Turns, kept_name
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
+from jaxmem.program.primitives import Kind, kind_of
+
+
+# As measured for optimizer state: two or three buckets on the way are as fast as more.
+MOST_ON_THE_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,8 @@ class TransferLevel(Level):
 
         Copies to the host follow each other in program order, each from when its value is made;
         copies back end when they are needed and start as late as that allows. None crosses its
-        turn, whatever time that costs.
+        turn, whatever time that costs. Where a link is slower than the computation it is busy all
+        the time with two copies on the way, and more would only fill the device.
 
         Args:
             seconds: of each operation that was written out.
@@ -299,28 +305,57 @@ class TransferLevel(Level):
         return Windows(self._landings(after, rates), self._arrivals([0.0, *after], rates))
 
     def _landings(self, after: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
-        free = 0.0
-        land: dict[int, tuple[Value, ...]] = {}
-        for value in self._leaving():
+        free, land = 0.0, {}
+        leaving = self._leaving()
+        for number, value in enumerate(leaving):
             index = self._position(value)
             free = max(after[index] if index >= 0 else 0.0, free)
             free += rates.link_seconds("send", value.nbytes)
-            turn = min((t for t, v in self.moved.across.items() if value in v), default=len(after))
-            place = max(min(bisect.bisect_left(after, free), turn - 1), index, 0)
+            turns = [turn - 1 for turn, moved in self.moved.across.items() if value in moved]
+            behind = [self._position(v) for v in leaving[number + MOST_ON_THE_WAY :][:1]]
+            place = min(bisect.bisect_left(after, free), len(after) - 1, *turns, *behind)
+            place = max(place, index, 0)
             land[place] = (*land.get(place, ()), value)
         return land
 
     def _arrivals(self, before: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
         fetch: dict[int, tuple[Value, ...]] = {}
-        following = before[-1]
-        for value, index in reversed(self.fetched):
-            following = min(before[index], following) - rates.link_seconds("fetch", value.nbytes)
-            turns = [t for t, _ in self.turns if t <= index]
-            earliest = max(turns, default=0)
-            place = max(bisect.bisect_right(before, following) - 1, earliest)
+        for number in range(len(self.fetched) - 1, -1, -1):
+            value, index = self.fetched[number]
+            start = before[-1]
+            for other, use in reversed(self.fetched[number:][:MOST_ON_THE_WAY]):
+                start = min(before[use], start) - rates.link_seconds("fetch", other.nbytes)
+            before_it = self.fetched[: max(number - MOST_ON_THE_WAY + 1, 0)][-1:]
+            passed = [turn for turn, _ in self.turns if turn <= index]
+            earliest = max([*passed, *(use for _, use in before_it)], default=0)
+            place = max(bisect.bisect_right(before, start) - 1, earliest)
             if place < index:
                 fetch[place] = (value, *fetch.get(place, ()))
         return fetch
+
+
+def by_result(ops: Sequence[Op], outputs: Sequence[Atom]) -> list[Op]:
+    """``ops`` with what follows the last kernel in the order in which results need it.
+
+    An optimizer is written one quantity at a time: all first moments, all second moments, all
+    updates. In the order of its results each array's are updated together, and only a few arrays
+    need to be on the device at once.
+    """
+    kernels = [n for n, op in enumerate(ops) if kind_of(op) is Kind.OPAQUE or op.eqn.effects]
+    start = kernels[-1] + 1 if kernels else 0
+    maker = {v: op for op in ops[start:] for v in op.outputs}
+    ordered: dict[Op, None] = dict.fromkeys(ops[:start])
+    for atom in outputs:
+        stack = [maker[atom]] if isinstance(atom, Value) and atom in maker else []
+        while stack:
+            op = stack[-1]
+            missing = [maker[v] for v in op.values if v in maker and maker[v] not in ordered]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                ordered[stack.pop()] = None
+    ordered.update(dict.fromkeys(ops))
+    return list(ordered)
 
 
 def moved_of(

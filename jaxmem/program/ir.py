@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 from jax.extend import core as jex
+from jax.sharding import SingleDeviceSharding
 
 from jaxmem.errors import ArgumentError
 
@@ -211,10 +212,11 @@ class Program:
     shardings: tuple[Any, ...] = ()
     equations: int = 0
 
-    def avals(self) -> list[jax.ShapeDtypeStruct]:
+    def avals(self, hosting: Hosting | None = None) -> list[jax.ShapeDtypeStruct]:
         """What to compile the block for: shapes, dtypes and shardings of its inputs.
 
         Weak types are part of it: results that come from them must be as weak as under ``jit``.
+        Inputs of ``hosting`` are in host memory.
         """
         return [
             jax.ShapeDtypeStruct(
@@ -223,12 +225,37 @@ class Program:
                 sharding=sharding,
                 weak_type=getattr(v.aval, "weak_type", False),
             )
-            for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
+            for v, sharding in zip(self.block.inputs, self.layouts(hosting), strict=True)
         ]
 
-    def layouts(self) -> list[Any]:
+    def layouts(self, hosting: Hosting | None = None) -> list[Any]:
         """The sharding of each input of the block, ``None`` for one device."""
-        return [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+        given = [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+        hosted = hosting.inputs if hosting else frozenset()
+        return [in_host_memory(s) if n in hosted else s for n, s in enumerate(given)]
+
+    def out_shardings(self, hosting: Hosting | None = None) -> list[Any] | None:
+        """Where results go; ``None``, for one or all of them, leaves it to the compiler.
+
+        A result in host memory must say so itself, as donation does not ask where the argument
+        was.
+        """
+        if not hosting:
+            return None
+        layouts, places = self.layouts(hosting), self.places
+        return [
+            layouts[places[n]] if n in hosting.results else None
+            for n in range(len(self.block.outputs))
+        ]
+
+    def host_bytes(self, hosting: Hosting) -> int:
+        """Bytes of the inputs that live in host memory, on each device's part."""
+        layouts = self.layouts()
+        return sum(
+            v.nbytes if layouts[n] is None else _shard_bytes(v.aval, layouts[n])
+            for n, v in enumerate(self.block.inputs)
+            if n in hosting.inputs
+        )
 
     @property
     def sharded(self) -> bool:
@@ -299,6 +326,13 @@ class Program:
     def fixed_bytes(self) -> int:
         """Arguments and results, what donation shares counted once."""
         return self.argument_bytes + self.output_bytes - self.aliased_bytes
+
+
+def in_host_memory(sharding: Any) -> Any:
+    """The same layout in pinned host memory; ``None`` stands for the default device."""
+    if sharding is None:
+        return SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    return sharding.with_memory_kind("pinned_host")
 
 
 def _shard_bytes(aval: Any, sharding: Any) -> int:
