@@ -79,9 +79,7 @@ class Scheduler:
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
 
-    def schedule(
-        self, keep: Keep, offload: Keep = _NOTHING, hosting: Hosting = _NOWHERE
-    ) -> Block:
+    def schedule(self, keep: Keep, offload: Keep = _NOTHING, hosting: Hosting = _NOWHERE) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
         Args:

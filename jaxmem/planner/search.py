@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxmem.planner.candidates import Candidate, TurnChoices, choices
 from jaxmem.planner.level import kept_name
-from jaxmem.planner.schedule import Scheduler, Turn
+from jaxmem.planner.schedule import Keep, Scheduler, Turn
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
 from jaxmem.program.loops import Nest, nest
 
+_NOTHING: Keep = {}
 Members = list[tuple[Turn, Candidate]]
 
 _MOST_STRIDE = 16
@@ -56,16 +57,22 @@ class Solution:
         keep: for each turn the names kept across it.
         temp_bytes: predicted temporary bytes at the peak.
         seconds: predicted seconds of one step.
+        offload: for each turn the names kept across it in host memory.
+        hosted: argument leaves that live in host memory, by their positions.
+        host_bytes: predicted temporary bytes in host memory.
     """
 
     keep: dict[Turn, frozenset[str]]
     temp_bytes: int
     seconds: float
+    offload: Keep = field(default_factory=dict)
+    hosted: frozenset[int] = frozenset()
+    host_bytes: int = 0
 
     @property
     def key(self) -> frozenset:
-        """Equal for equal kept sets."""
-        return frozenset(self.keep.items())
+        """Equal for equal kept, offloaded and hosted sets."""
+        return _key(self.keep, self.offload, self.hosted)
 
 
 class Search:
@@ -96,20 +103,34 @@ class Search:
         """Forget what was pinned: what is found next depends on nothing that came before."""
         self.pinned = frozenset()
 
-    def evaluate(self, keep: dict[Turn, frozenset[str]]) -> Solution:
-        """The schedule of a kept set, simulated."""
+    def evaluate(
+        self,
+        keep: dict[Turn, frozenset[str]],
+        offload: Keep = _NOTHING,
+        hosted: frozenset[int] = frozenset(),
+    ) -> Solution:
+        """The schedule of a kept set, simulated; parts of it may be in host memory."""
         if self.pinned:
             keep = {turn: kept | self.pinned for turn, kept in keep.items()}
-        key = frozenset(keep.items())
+        key = _key(keep, offload, hosted)
         self._tried.add(key)
         if key not in self._simulated:
-            simulation = self.simulator.step(self.scheduler.schedule(keep))
-            self._simulated[key] = Solution(keep, simulation.temp_bytes, simulation.seconds)
+            hosting = self.program.hosting(hosted)
+            simulation = self.simulator.step(self.scheduler.schedule(keep, offload, hosting))
+            self._simulated[key] = Solution(
+                keep,
+                simulation.temp_bytes,
+                simulation.seconds,
+                offload,
+                hosted,
+                simulation.host_bytes,
+            )
         return self._simulated[key]
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
-        return self.scheduler.schedule(solution.keep)
+        hosting = self.program.hosting(solution.hosted)
+        return self.scheduler.schedule(solution.keep, solution.offload, hosting)
 
     def bases(self) -> list[Solution]:
         """Keep the valleys and nothing else, every one of them down to every sixteenth."""
@@ -220,6 +241,11 @@ class Search:
         each = sum(c.nbytes for _, c in members) // len(members)
         likely = (limit_bytes - best.temp_bytes) // max(1, each)
         return _most(attempt, len(members), likely) or best
+
+
+def _key(keep: Keep, offload: Keep, hosted: frozenset[int]) -> frozenset:
+    away = [("offload", turn, names) for turn, names in offload.items() if names]
+    return frozenset([*keep.items(), *away, *(("hosted", n) for n in hosted)])
 
 
 def _most(attempt: Callable[[int], Solution | None], count: int, likely: int) -> Solution | None:

@@ -6,12 +6,12 @@ The only judge of bytes before the compiler. It knows nothing of how a schedule 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.program.cost import Rates, op_seconds
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Atom, Block, Op, Value
+from jaxmem.program.ir import Atom, Block, Op, Value, aval_bytes
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 
@@ -145,7 +145,7 @@ class Simulator:
         at = timeline.index(peak) if timeline else 0
         ends.update({value: index - 1 for value, index in replaced.items()})
         host_bytes = 0
-        if any([op.transfer or op.loop is not None for op in ops]):
+        if any(op.transfer or op.loop is not None for op in ops):
             seconds = self._with_transfers(ops, fusion, seconds, repeated)
             host_bytes = self._host_bytes(ops, (*outputs, *written))
         return Simulation(
@@ -171,37 +171,27 @@ class Simulator:
         what needs it waits. The iterations of a loop follow each other without a pause, so that
         the slowest of computing and the two links decides.
         """
-        moves = [op for op in ops if op.transfer]
-        if not moves:
+        if not any(op.transfer for op in ops):
             return computing
         if repeated:
-            both = {"send": 0.0, "fetch": 0.0}
-            for op in moves:
-                both[op.transfer] += self._moving_seconds(op)
-            return max(computing, *both.values())
+            sent = sum(self._link_seconds(op) for op in ops if op.transfer == "send")
+            fetched = sum(self._link_seconds(op) for op in ops if op.transfer == "fetch")
+            return max(computing, sent, fetched)
         now, free = 0.0, {"send": 0.0, "fetch": 0.0}
         ready: dict[Value, float] = {}
         for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True):
             if op.transfer:
                 start = max(now, free[op.transfer], *(ready.get(v, 0.0) for v in op.values))
-                free[op.transfer] = start + self._moving_seconds(op)
+                free[op.transfer] = start + self._link_seconds(op)
                 ready[op.outputs[0]] = free[op.transfer]
                 continue
-            read = op.values
-            if made and not op.barrier:
-                read = [root for v in op.values for root in fusion.roots[v]]
-            elif op.barrier:
-                read = [v for v in op.values if v.host]
-            else:
-                continue
-            now = max(now, *(ready.get(v, 0.0) for v in read), 0.0)
+            now = max([now, *(ready[v] for v in _waited(op, made, fusion) if v in ready)])
             now += self.seconds(op, kind, fusion.roots) if made else 0.0
         return max(now, *free.values())
 
-    def _moving_seconds(self, op: Op) -> float:
+    def _link_seconds(self, op: Op) -> float:
         """Time that a transfer occupies its link."""
-        moved = op.outputs[0].host_bytes if op.transfer == "send" else op.outputs[0].nbytes
-        return self.rates.link_seconds(op.transfer, moved)
+        return self.rates.link_seconds(op.transfer, aval_bytes(op.outputs[0].aval))
 
     def _host_bytes(self, ops: Sequence[Op], outputs: Sequence[Atom]) -> int:
         """The most bytes in host memory at once; what is given or returned there is not counted."""
@@ -264,6 +254,13 @@ class Simulator:
         read = {root for v in op.values for root in roots[v]}
         moved = sum(v.nbytes for v in read) + sum(v.nbytes for v in op.outputs)
         return moved / self.rates.bytes_per_second
+
+
+def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:
+    """What ``op`` waits for when it runs: what it reads; a barrier only for copies to the host."""
+    if op.barrier:
+        return [v for v in op.values if v.host]
+    return {root for v in op.values for root in fusion.roots[v]} if made else ()
 
 
 def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Value, int]:

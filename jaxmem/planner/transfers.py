@@ -28,7 +28,6 @@ from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
-
 # As measured for optimizer state: two or three buckets on the way are as fast as more.
 MOST_ON_THE_WAY = 2
 
@@ -203,9 +202,7 @@ class TransferLevel(Level):
         if anchor:
             self._landed(op, [], anchor, self._tag())
 
-    def _landed(
-        self, op: Op, values: Sequence[Value], waited: Sequence[Value], tag: str
-    ) -> None:
+    def _landed(self, op: Op, values: Sequence[Value], waited: Sequence[Value], tag: str) -> None:
         """A barrier that holds the copies of ``values``, and those that are due."""
         held, self.due = list(dict.fromkeys([*self.due, *values])), []
         behind = self._barrier(op, [self.sent[v] for v in held], waited, tag)

@@ -60,23 +60,28 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
                     written = (*written, result)
                 roots[result] = (result,) if real else merged
         elif kind is Kind.ALIAS:
-            for position, result in enumerate(op.outputs):
-                source = op.inputs[position if op.barrier else 0]
-                # A send reads its operand until something waits for it: a barrier, behind which
-                # the copy stands on its own.
-                if op.barrier and result.host:
-                    roots[result] = (result,)
-                elif isinstance(source, Value):
-                    roots[result] = roots[source]
-                else:
-                    roots[result] = (result,)
-                    written = (*written, result)
+            written = _renamed(op, roots)
         else:
             written = tuple(op.outputs)
             for result in written:
                 roots[result] = (result,)
         made.append(written)
     return Fusion(roots, kinds, tuple(made))
+
+
+def _renamed(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
+    """Note what is behind the results of an alias; the results that are buffers all the same."""
+    written: tuple[Value, ...] = ()
+    for position, result in enumerate(op.outputs):
+        source = op.inputs[position if op.barrier else 0]
+        if isinstance(source, Value):
+            # A send reads its operand until something waits for it: a barrier, behind which the
+            # copy on the host stands on its own.
+            roots[result] = (result,) if op.barrier and result.host else roots[source]
+        else:
+            roots[result] = (result,)
+            written = (*written, result)
+    return written
 
 
 def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:

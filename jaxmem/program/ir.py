@@ -116,7 +116,7 @@ class Op:
         self.loop = loop
         self.recompute = recompute
         self.barrier = barrier
-        self.transfer = transfer
+        self.transfer: Transfer = transfer
         self._origin = origin
         self.values = tuple(dict.fromkeys([v for v in inputs if isinstance(v, Value)]))
 
