@@ -63,7 +63,8 @@ class Moved:
 def movable(facts: Facts, turn: int) -> dict[str, list[Value]]:
     """What may cross ``turn`` in host memory, by name; it need not be repeatable.
 
-    What has no bytes, or is a number that the compiler knows, may be named and is not moved.
+    What has no bytes, is returned, or is a number that the compiler knows may be named and is not
+    moved.
     """
     found: dict[str, list[Value]] = {}
     returned = {v for v in facts.block.outputs[facts.carried :] if isinstance(v, Value)}
@@ -71,10 +72,9 @@ def movable(facts: Facts, turn: int) -> dict[str, list[Value]]:
         found[str(value.key)] = [value]
     for op in facts.ops[:turn]:
         for value in op.outputs:
-            if value not in returned:
-                named = found.setdefault(kept_name(op, value), [])
-                if value.nbytes and value not in facts.numbers:
-                    named.append(value)
+            named = found.setdefault(kept_name(op, value), [])
+            if value.nbytes and value not in facts.numbers and value not in returned:
+                named.append(value)
     return found
 
 
@@ -108,6 +108,7 @@ class TransferLevel(Level):
         self.sent: dict[Value, Value] = {v: v.on_host() for v in moved.hosted}
         self.given = tuple([self.sent.get(v, v) for v in facts.block.inputs])
         self.inputs = frozenset(self.given)
+        self.returned = {v for v in outputs if isinstance(v, Value)} - self.home
         self.away: set[Value] = set()
         self.fetched: list[tuple[Value, int]] = []
         self.due: list[Value] = []
@@ -161,7 +162,13 @@ class TransferLevel(Level):
             self._send(value, self.ops[0])
         for index in range(first_turn):
             self._emit_late(index, self.ops[index])
-        self.young, self.pending = [], []
+        self._note(first_turn)
+        # XLA puts off what only the caller reads, such as the loss, and with it what it is made of.
+        last = {v: reads[-1] for v, reads in self.facts.readers.items()}
+        self.pending = [
+            v for v in self.pending if v in self.returned and last.get(v, -1) < first_turn
+        ]
+        self.young = []
 
     def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
         early = set() if self.turn else set(self.late)

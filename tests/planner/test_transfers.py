@@ -1,4 +1,4 @@
-"""What waits in host memory: schedules compute the same, and are simulated as worked out by hand."""
+"""What waits in host memory: the same is computed, and simulated as worked out by hand."""
 
 from __future__ import annotations
 
