@@ -114,7 +114,9 @@ class Compiler:
             )
         if solution.offload or solution.hosted:
             planned = 0 if self.program.sharded else self.program.host_bytes(self.hosting(solution))
-            problems += verify.not_on_host(block, text, compiled.memory, planned)
+            problems += verify.not_on_host(
+                block, text, compiled.memory, solution.host_bytes, planned
+            )
         return Attempt(solution, compiled, "; ".join(problems))
 
     def smallest(self) -> Iterator[Attempt]:
