@@ -28,7 +28,7 @@ from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
-# As measured for optimizer state: two or three buckets on the way are as fast as more.
+# Chosen, not measured: one copy on its link while the one before it is used.
 MOST_ON_THE_WAY = 2
 
 
