@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import jax
@@ -13,7 +14,7 @@ from jaxmem.errors import ArgumentError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
-from jaxmem.program.calling import Call, Caller, Traced
+from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.runtime import rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.compiler import Compiler
@@ -75,8 +76,22 @@ class FittedStep:
             return self._written(*args, **kwargs)
         with nnx.context((args, kwargs)):
             call = self._caller.take(args, kwargs)
-            step = self._steps.get(call.key) or self._make(call)
+            step = self._steps.get(call.key)
+            if step is None:
+                step = self._steps[call.key] = self._make(self._returned(call))
             return nnx.put_back(step(call))
+
+    def _returned(self, call: Call) -> Call:
+        """``call``, known by the first call that differs only in the memory of hosted leaves.
+
+        A step gives them back in host memory, wherever they were when it was planned.
+        """
+        for key, outcome in self._outcomes.items():
+            first = len(self._traced[key].program.consts)
+            hosted = frozenset(n - first for n in outcome.hosting.inputs)
+            if hosted and differ_only_in_memory(call.key, key, hosted):
+                return replace(call, key=key)
+        return call
 
     def _make(self, call: Call) -> Step:
         """The step for a new signature; other threads that ask for it wait."""
@@ -117,14 +132,21 @@ class FittedStep:
 
         NNX objects are returned as they are, with what they hold put in place.
         """
-        self._planned(args, kwargs)
-        return place(args)
+        traced, outcome, call = self._called(args, kwargs)
+        layouts, first = traced.program.layouts(outcome.hosting), len(traced.program.consts)
+        hosted = {id(call.leaves[n - first]): layouts[n] for n in outcome.hosting.inputs}
+        return place(args, hosted)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
+        return self._called(args, kwargs)[:2]
+
+    def _called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Traced, Outcome, Call]:
         with nnx.context((args, kwargs)), self._planning:
-            call = self._caller.take(args, kwargs)
+            call = self._returned(self._caller.take(args, kwargs))
             traced = self._trace(call)
-            return traced, self._fit(call, traced)
+            return traced, self._fit(call, traced), call
 
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)

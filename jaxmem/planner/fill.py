@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxmem.planner.candidates import Candidate
-from jaxmem.planner.schedule import StillKept, Turn
+from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.segments import Segments
 
 Members = list[tuple[Turn, Candidate]]
@@ -26,6 +26,9 @@ class Solution:
         seconds: predicted seconds of one step.
         solver: who proposed it.
         segments: for the scan pairs that run in segments how many, outermost first.
+        offload: for each turn the names kept across it in host memory.
+        hosted: argument leaves that live in host memory, by their positions.
+        host_bytes: predicted temporary bytes in host memory.
     """
 
     keep: KeptSets
@@ -33,21 +36,21 @@ class Solution:
     seconds: float
     solver: str = ""
     segments: Segments = field(default_factory=dict)
+    offload: Keep = field(default_factory=dict)
+    hosted: frozenset[int] = frozenset()
+    host_bytes: int = 0
 
     @property
     def key(self) -> frozenset:
-        """Equal for equal kept sets and segments."""
-        return key_of(self.keep, self.segments)
+        """Equal for equal decisions."""
+        away = [("offload", turn, names) for turn, names in self.offload.items()]
+        hosted = [("hosted", position) for position in self.hosted]
+        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted])
 
     @property
     def cost(self) -> tuple[float, int]:
         """What is better is smaller."""
         return self.seconds, self.temp_bytes
-
-
-def key_of(keep: KeptSets, segments: Segments) -> frozenset:
-    """Equal for equal kept sets and segments."""
-    return frozenset([*keep.items(), *segments.items()])
 
 
 class Filler:

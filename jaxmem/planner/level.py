@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from jaxmem.program.ir import Atom, Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
 # Late buffers that are looked at for the youngest one.
-_MOST_YOUNG = 16
+MOST_YOUNG = 16
 # What is never fused into whatever reads it.
-_BUFFERS = frozenset([Kind.OPAQUE, Kind.REDUCE])
+BUFFERS = frozenset([Kind.OPAQUE, Kind.REDUCE])
 
 
 class StillKept(frozenset[str]):
@@ -44,6 +45,8 @@ class Facts:
         block: the line as traced: path, inputs, outputs.
         carried: for the joint iteration of a scan pair, how many outputs the forward scan hands to
             its next iteration: the early part gives them away before the late part starts.
+        carries: what the forward scan of a pair was handed by its last iteration; the late part
+            reads it stacked.
         ops: its operations; loops inside are already written out.
         kinds: the kind of each.
         made: the position at which each value is made.
@@ -59,6 +62,7 @@ class Facts:
 
     block: Block
     carried: int
+    carries: tuple[Value, ...]
     ops: tuple[Op, ...]
     kinds: tuple[Kind, ...]
     made: dict[Value, int]
@@ -70,9 +74,23 @@ class Facts:
     roots: dict[Value, tuple[Value, ...]]
     kernel_end: tuple[int, ...]
 
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[int]]:
+        """The operations that read each value."""
+        found: dict[Value, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.values:
+                found.setdefault(value, []).append(index)
+        return found
+
     @classmethod
     def of(
-        cls, block: Block, ops: Sequence[Op], repeatable: Callable[[Op], bool], carried: int = 0
+        cls,
+        block: Block,
+        ops: Sequence[Op],
+        repeatable: Callable[[Op], bool],
+        carried: int = 0,
+        carries: tuple[Value, ...] = (),
     ) -> Facts:
         """The facts of ``ops``, which stand for the operations of ``block``."""
         returned = {v for v in block.outputs[carried:] if isinstance(v, Value)}
@@ -91,6 +109,7 @@ class Facts:
         return cls(
             block=block,
             carried=carried,
+            carries=carries,
             ops=tuple(ops),
             kinds=kinds,
             made=made,
@@ -115,6 +134,7 @@ class Level:
         fresh: values kept across a turn that nothing late has read yet.
         late: what stands behind a barrier for a value that went through one.
         touched: everything above; an operation that reads none of it stays as it is.
+        arrived: what came back from host memory; recomputations that read it wait as well.
     """
 
     def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, host: bool):
@@ -140,6 +160,7 @@ class Level:
         self.behind: set[Value] = set()
         self.emitted: list[Op] = []
         self.noted = 0
+        self.arrived: set[Value] = set()
         self.young: list[Value] = []
         self.pending: list[Value] = []
 
@@ -154,7 +175,8 @@ class Level:
         """The written-out block, and the position of its first late operation."""
         end = len(self.ops)
         first_turn = min(self.turns[0][0], end) if self.turns else end
-        self.emitted.extend(self.ops[:first_turn])
+        self._early(first_turn)
+        cut = len(self.emitted)
         self.noted = first_turn
         turns = {turn: (since, values) for turn, since, values in self.turns}
         for index in range(first_turn, end):
@@ -165,7 +187,11 @@ class Level:
         carried = block.outputs[: self.facts.carried]
         rest = [self._now(v) if isinstance(v, Value) else v for v in block.outputs[len(carried) :]]
         outputs = (*carried, *rest)
-        return Block(block.path, block.inputs, tuple(self.emitted), outputs), first_turn
+        return Block(block.path, block.inputs, tuple(self.emitted), outputs), cut
+
+    def _early(self, first_turn: int) -> None:
+        """What comes before the first turn."""
+        self.emitted.extend(self.ops[:first_turn])
 
     def _pass(self, turn: int, dropped: Sequence[Value]) -> None:
         """A turn: what it drops is gone from here on, what it keeps is fresh.
@@ -222,7 +248,7 @@ class Level:
         for position in range(self.noted, index):
             made = [v for v in self.ops[position].outputs if v not in self.leaving]
             self.pending += made
-            if self.facts.kinds[position] in _BUFFERS:
+            if self.facts.kinds[position] in BUFFERS:
                 self.young += made
         self.noted = index
 
@@ -235,8 +261,9 @@ class Level:
         waited = self._trigger(index, use)
         if sum([v.nbytes for v in waited]) > sum([v.nbytes for v in kept]):
             waited = [v for v in waited if v in self.young]
-        behind = self._barrier(use, kept, waited, "jaxmem.late")
-        self._stands_for({v: behind[v] for v in kept})
+        now = {v: self.late.get(v, v) for v in kept}
+        behind = self._barrier(use, list(now.values()), waited, "jaxmem.late")
+        self._stands_for({v: behind[now[v]] for v in kept})
 
     def _rebuild(self, missing: Sequence[Value], index: int, use: Op) -> None:
         positions = self._positions(missing)
@@ -293,7 +320,7 @@ class Level:
                     continue
                 now = self._now(value)
                 own.append(now)
-                kept = now is value or now is self.late.get(value)
+                kept = now is value or now is self.late.get(value) or now in self.arrived
                 kept = kept or self.again.get(value) in self.stale
                 if kept and now not in self.inputs and value not in self.facts.numbers:
                     held[now] = None
@@ -358,7 +385,7 @@ class Level:
         16 without them); XLA:GPU makes less (15 MiB, and 12 with them).
         """
         op, facts = self.ops[self.made[value]], self.facts
-        if facts.kinds[self.made[value]] in _BUFFERS:
+        if facts.kinds[self.made[value]] in BUFFERS:
             return facts.needed_until.get(value, -1) >= index
         if self.host or value.nbytes > made_again or value in facts.numbers:
             return False
@@ -373,7 +400,7 @@ class Level:
         while True:
             position = self.made[value]
             late = [v for v in self.ops[position].values if self.made.get(v, -1) >= self.turn]
-            if self.facts.kinds[position] in _BUFFERS or not late:
+            if self.facts.kinds[position] in BUFFERS or not late:
                 return value
             if sum([v.nbytes for v in late]) >= value.nbytes:
                 return value
@@ -387,7 +414,7 @@ class Level:
         """
         self._note(index)
         read_until, depth = self.facts.read_until, self.facts.depth
-        self.young = [v for v in self.young if read_until.get(v, -1) >= index][-_MOST_YOUNG:]
+        self.young = [v for v in self.young if read_until.get(v, -1) >= index][-MOST_YOUNG:]
         late = self.young or [
             self._before_broadcast(v) for v in use.values if self.made.get(v, -1) >= self.turn
         ]
@@ -426,7 +453,7 @@ def _needed_until(
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         position = index
-        if kinds[index] not in _BUFFERS:
+        if kinds[index] not in BUFFERS:
             position = max((until.get(v, index) for v in op.outputs), default=index)
         for value in op.values:
             if until.get(value, -1) < position:

@@ -168,7 +168,7 @@ class _Stacks:
             stacked = self.residuals.get(value)
             if stacked is None:
                 aval = value.aval.update(shape=(self.length, *value.aval.shape))
-                stacked = Value(aval, f"{self.prefix}.{value.key}")
+                stacked = Value(aval, f"{self.prefix}.{value.key}", host=value.host)
             self.known[value] = stacked
             self.body.append(value)
             self.outer.append(stacked)

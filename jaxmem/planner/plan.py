@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxmem.errors import PlanMismatchError
 
 SCHEMA_VERSION = 3
-Action = Literal["keep", "recompute"]
+Action = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Decision:
 
     Attributes:
         key: stable identity of the group inside the program; the rewrite finds the values by it.
-        action: ``"keep"`` or ``"recompute"``.
+        action: ``"keep"``, ``"recompute"`` where any of them is, or ``"offload"`` where any is kept
+            in host memory and none is recomputed.
         count: how many equal values share the decision (repeated layers).
         recomputed: how many of them are recomputed, in program order.
         nbytes: bytes of all ``count`` values together, on each device.
@@ -55,11 +56,15 @@ class Kept:
         path: the block the turn is in, ``""`` for the step itself.
         turn: the operation of that block at which the late part starts.
         names: names of the values kept, sorted.
+        offloaded: those of them that are in host memory meanwhile, sorted.
+        inside: a turn inside a late part: it drops only what was made before that part.
     """
 
     path: str
     turn: int
     names: tuple[str, ...]
+    offloaded: tuple[str, ...] = ()
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep and recompute so that a step fits; plain data, deterministic, comparable.
+    """What to keep, recompute and offload so that a step fits: plain data, deterministic.
 
     All byte figures are per device and for the whole step: arguments + outputs + temporaries,
     buffers shared by donation counted once.
@@ -114,7 +119,8 @@ class Plan:
         argument_bytes: bytes of the arguments; ``output_bytes`` and ``aliased_bytes`` likewise.
         keep_all_predicted_bytes: predicted peak of the program as written.
         keep_all_compiled_bytes: compiled peak of the program as written; ``None`` if not compiled.
-        host_bytes: bytes the plan keeps in host memory.
+        host_bytes: bytes the plan keeps in host memory: arguments and temporaries.
+        hosted: paths of the argument leaves that live in host memory between steps.
         predicted_seconds: predicted time of one step on the target.
         keep_all_seconds: predicted time of one step as written.
         decisions: one entry per group of values that live from forward to backward.
@@ -148,6 +154,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
+    hosted: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
@@ -209,10 +216,14 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     decisions = tuple(Decision(**{**d, "shape": tuple(d["shape"])}) for d in data.pop("decisions"))
     rounds = tuple(Round(**r) for r in data.pop("rounds"))
     notes = tuple(data.pop("notes"))
-    kept = tuple(Kept(**{**k, "names": tuple(k["names"])}) for k in data.pop("kept"))
+    kept = tuple(
+        Kept(**{**k, "names": tuple(k["names"]), "offloaded": tuple(k.get("offloaded", ()))})
+        for k in data.pop("kept")
+    )
+    hosted = tuple(data.pop("hosted", ()))
     options = tuple((str(name), str(value)) for name, value in data.pop("options"))
     segments = tuple(
         Segmented(s["path"], s["length"], tuple(s["counts"])) for s in data.pop("segments")
     )
     lists = {"decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
-    return {**data, **lists, "segments": segments, "options": options}
+    return {**data, **lists, "hosted": hosted, "segments": segments, "options": options}

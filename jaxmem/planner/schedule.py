@@ -5,6 +5,9 @@ forward pass ends and its backward pass begins. Everything else that was made be
 made again just before its first use after it, from kept values, behind an optimization barrier
 tied to an operand of that use that was born after the turn. Without the barrier XLA merges the
 copies with the originals and undoes the plan (FACTS section 2).
+
+What is kept may cross the turn in host memory, and arguments may live there: see
+:mod:`jaxmem.planner.transfers`.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
 
+from jaxmem.errors import ArgumentError
 from jaxmem.planner.level import Facts, Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
 from jaxmem.planner.segments import Segments, refusal
-from jaxmem.program.ir import Block, Op
+from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.transfers import Moved, TransferLevel, Windows, by_result, moved_of
+from jaxmem.program.ir import Block, Hosting, Op, Value
 from jaxmem.program.loops import Nest, Pair
 from jaxmem.program.making import in_pieces
 from jaxmem.program.primitives import may_repeat
@@ -28,11 +34,39 @@ Turn = tuple[str, int]
 Keep = Mapping[Turn, frozenset[str]]
 """For each turn that is planned, the keys of the values kept across it."""
 
-Decided = tuple[Keep, Segments]
-
-_WHOLE: Segments = {}
-
 __all__ = ["Keep", "Scheduler", "StillKept", "Turn"]
+
+_NOTHING: Keep = {}
+_WHOLE: Segments = {}
+_NOWHERE = Hosting()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a schedule is written out for."""
+
+    keep: Keep
+    offload: Keep
+    hosting: Hosting
+    segments: Segments
+
+    def at(self, path: str, outermost: str) -> frozenset:
+        """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
+        found = [item for item in self.keep.items() if _inside(item[0][0], path)]
+        away = [("offload", *item) for item in self.offload.items() if _inside(item[0][0], path)]
+        hosted = [self.hosting] if self.hosting and path == outermost else []
+        pairs = [item for item in self.segments.items() if _inside(item[0], path)]
+        return frozenset([*found, *away, *hosted, *pairs])
+
+    def turns(self, path: str) -> Turns:
+        """The turns of one block; where only offload names one, everything is kept."""
+        here = {turn: kept for (where, turn), kept in self.keep.items() if where == path}
+        away = {turn: None for where, turn in self.offload if where == path}
+        return sorted((away | here).items())
+
+    def away(self, path: str) -> dict[int, frozenset[str]]:
+        """What is offloaded across each turn of one block."""
+        return {turn: names for (where, turn), names in self.offload.items() if where == path}
 
 
 @dataclass
@@ -42,30 +76,61 @@ class Scheduler:
     Attributes:
         nest: the program.
         host: written out for XLA:CPU, which orders operations differently from XLA:GPU.
+        simulator: tells how long operations take, to place transfers; without one a copy to the
+            host ends where its value is made and one back starts where it is needed.
     """
 
     nest: Nest
     host: bool = False
+    simulator: Simulator | None = None
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
 
-    def schedule(self, keep: Keep, segments: Segments = _WHOLE) -> Block:
-        """The whole step with the recomputations of ``keep`` in it, and its loops in segments.
+    def schedule(
+        self,
+        keep: Keep,
+        offload: Keep = _NOTHING,
+        hosting: Hosting = _NOWHERE,
+        *,
+        segments: Segments = _WHOLE,
+    ) -> Block:
+        """The whole step with the recomputations of ``keep`` and the transfers in it.
 
         Args:
-            keep: for each turn that is planned, the names of what is kept across it.
+            keep: the names kept across each turn.
+            offload: those of them that cross it in host memory.
+            hosting: inputs that live in host memory, and results that are returned there: see
+                :meth:`jaxmem.program.ir.Program.hosting`.
             segments: for the path of a scan pair's joint block the numbers of segments, outermost
                 first; a pair that is not named or has none stays whole.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
+            ArgumentError: ``offload`` names something that cannot be offloaded or is not kept, or
+                the schedule is for a CPU, whose memory is the host's.
         """
+        offload = {turn: names for turn, names in offload.items() if names}
+        if offload or hosting:
+            self._check(offload)
         segments = {path: tuple(counts) for path, counts in segments.items() if counts}
         refused = refusal(self.nest, segments)
         if refused:
             raise ValueError(refused)
-        return self._block(self.nest, (keep, segments))
+        return self._block(self.nest, _Wanted(keep, offload, hosting, segments))
+
+    def _check(self, offload: Keep) -> None:
+        if self.host:
+            raise ArgumentError(
+                "nothing can be offloaded or hosted on a CPU: its device memory is host memory. "
+                'Plan for a GPU, such as target="h200".'
+            )
+        if not self.nest.block.ops:
+            raise ArgumentError("a step without operations has nothing to offload or host")
+        paths = {inner.block.path for inner in self.nest.walk()}
+        for path, turn in offload:
+            if path not in paths:
+                raise ArgumentError(f"no block {path!r} has a turn {turn} to offload across")
 
     def repeatable(self, op: Op) -> bool:
         """Whether ``op`` may be executed again."""
@@ -74,24 +139,15 @@ class Scheduler:
             known = self._repeatable[op] = may_repeat(op)
         return known
 
-    def _touched(self, nest: Nest, decided: Decided) -> frozenset:
-        """What is decided about a block and everything inside it."""
-        path = nest.block.path
-        keep, segments = decided
-        turns = [item for item in keep.items() if _inside(item[0][0], path)]
-        pairs = [item for item in segments.items() if _inside(item[0], path)]
-        return frozenset([*turns, *pairs])
-
-    def _block(self, nest: Nest, decided: Decided) -> Block:
-        touched = self._touched(nest, decided)
+    def _block(self, nest: Nest, wanted: _Wanted) -> Block:
+        touched = wanted.at(nest.block.path, self.nest.block.path)
         if not touched:
             return nest.block
         memo_key = (nest.block.path, touched)
         if memo_key not in self._memo:
-            ops = self._with_loops(nest, decided)
-            turns = _turns(nest.block, decided[0])
-            block, _ = self._level(nest.block, ops, turns, barriers=True)
-            if decided[1]:
+            ops = self._with_loops(nest, wanted)
+            block, _ = self._level(nest, ops, wanted, barriers=True)
+            if wanted.segments:
                 block = replace(block, ops=in_pieces(block.ops))
             if nest is self.nest:
                 return block
@@ -99,47 +155,78 @@ class Scheduler:
         return self._memo[memo_key]  # type: ignore[return-value]
 
     def _level(
-        self, block: Block, ops: Sequence[Op], turns: Turns, *, barriers: bool, carried: int = 0
+        self,
+        nest: Nest,
+        ops: Sequence[Op],
+        wanted: _Wanted,
+        *,
+        barriers: bool,
+        carried: int = 0,
+        carries: tuple[Value, ...] = (),
     ) -> tuple[Block, int]:
         """One line written out; what is known about the same operations is used again."""
-        facts = self._facts.get(block.path)
+        block = nest.block
+        hosting = wanted.hosting if nest is self.nest else _NOWHERE
+        name = block.path
+        if hosting:
+            name, ops = f"{block.path} hosted", by_result(ops, block.outputs)
+        facts = self._facts.get(name)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
-            facts = self._facts[block.path] = Facts.of(block, ops, self.repeatable, carried)
-        return Level(facts, turns, barriers=barriers, host=self.host).run()
+            facts = Facts.of(block, ops, self.repeatable, carried, carries)
+            self._facts[name] = facts
+        turns = wanted.turns(block.path)
+        if nest.cut is not None and not turns:
+            turns = [(nest.cut, None)]
+        away = wanted.away(block.path)
+        if not away and not hosting:
+            return Level(facts, turns, barriers=barriers, host=self.host).run()
+        moved = moved_of(facts, turns, away, hosting)
+        return self._transfers(facts, turns, moved, barriers=barriers)
 
-    def _with_loops(self, nest: Nest, decided: Decided) -> list[Op]:
+    def _transfers(
+        self, facts: Facts, turns: Turns, moved: Moved, *, barriers: bool
+    ) -> tuple[Block, int]:
+        """Written out twice: when what runs, and so when to move what, is known after the first."""
+        first = TransferLevel(facts, turns, moved, Windows(), barriers=barriers)
+        written = first.run()
+        if not barriers:
+            return written
+        windows = first.at_once()
+        if self.simulator is not None:
+            seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
+            windows = first.well_placed(seconds, self.simulator.rates)
+        return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
+
+    def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:
         ops = list(nest.block.ops)
         for pair, inner in nest.pairs:
-            touched = self._touched(inner, decided)
+            touched = wanted.at(inner.block.path, self.nest.block.path)
             if touched:
                 memo_key = (inner.block.path, touched)
                 if memo_key not in self._memo:
-                    self._memo[memo_key] = self._pair(nest, pair, inner, decided)
+                    self._memo[memo_key] = self._pair(nest, pair, inner, wanted)
                 ops[pair.forward], ops[pair.backward] = self._memo[memo_key]  # type: ignore
         for index, inner in nest.loops:
-            body = self._block(inner, decided)
+            body = self._block(inner, wanted)
             op = ops[index]
             if op.loop is not None and body is not inner.block:
                 loop = replace(op.loop, body=body, rewritten=True)
                 ops[index] = Op(op.eqn, op.inputs, op.outputs, loop)
         return ops
 
-    def _pair(self, nest: Nest, pair: Pair, inner: Nest, decided: Decided) -> tuple[Op, Op]:
+    def _pair(self, nest: Nest, pair: Pair, inner: Nest, wanted: _Wanted) -> tuple[Op, Op]:
         """The two scans of a pair, with what is not kept made again in the backward body."""
-        ops = self._with_loops(inner, decided)
-        keep, segments = decided
-        turns = _turns(inner.block, keep) or [(pair.cut, None)]
-        forward = nest.block.ops[pair.forward].loop
-        assert forward is not None
-        joint, cut = self._level(inner.block, ops, turns, barriers=False, carried=forward.num_carry)
+        ops = self._with_loops(inner, wanted)
+        loop = nest.block.ops[pair.forward].loop
+        assert loop is not None
+        carries = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+        joint, cut = self._level(
+            inner, ops, wanted, barriers=False, carried=loop.num_carry, carries=carries
+        )
         halves = Halves.of(nest.block, pair, joint, cut)
-        counts = segments.get(inner.block.path)
+        counts = wanted.segments.get(inner.block.path)
         return split_in_segments(halves, counts) if counts else split_pair(halves)
 
 
 def _inside(path: str, outer: str) -> bool:
     return outer in ("", path) or path.startswith(outer + "/")
-
-
-def _turns(block: Block, keep: Keep) -> Turns:
-    return sorted((turn, kept) for (path, turn), kept in keep.items() if path == block.path)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxmem.planner.candidates import TurnChoices, choices, stock_keeps
-from jaxmem.planner.fill import Filler, KeptSets, Members, Solution, key_of
+from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.level import kept_name
 from jaxmem.planner.lines import LineSolver
-from jaxmem.planner.schedule import Scheduler, Turn
+from jaxmem.planner.schedule import Keep, Scheduler, Turn
 from jaxmem.planner.segments import Segments, segment_choices, splittable
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.solvers import milp
@@ -28,6 +28,9 @@ from jaxmem.program.ir import Block, Op, Program
 from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
+
+_NOTHING: Keep = {}
+_WHOLE: Segments = {}
 
 _MOST_STRIDE = 16
 # How long a search goes on, in simulated operations rather than seconds: the same program must
@@ -71,7 +74,7 @@ class Search:
         self.program = program
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
-        self.scheduler = Scheduler(self.nest, host)
+        self.scheduler = Scheduler(self.nest, host, self.simulator)
         self.keep_all = self.simulator.step(program.block)
         self.choices: tuple[TurnChoices, ...] = choices(self.nest, self.simulator)
         self.groups: dict[str, Members] = {}
@@ -80,7 +83,7 @@ class Search:
                 self.groups.setdefault(candidate.group, []).append((choice.turn, candidate))
         self.line = self._line()
         self.pinned: frozenset[str] = frozenset()
-        self._simulated: dict[frozenset, Solution] = {}
+        self._simulated: dict[frozenset, tuple[int, float, int]] = {}
         self._bases: dict[frozenset[str], list[Solution]] = {}
         self._smallest: dict[frozenset[str], list[Solution]] = {}
         self._lines: dict[frozenset[str], LineSolver] = {}
@@ -102,17 +105,32 @@ class Search:
         self.pinned = frozenset()
 
     def evaluate(
-        self, keep: KeptSets, segments: Segments | None = None, solver: str = ""
+        self,
+        keep: KeptSets,
+        offload: Keep = _NOTHING,
+        hosted: frozenset[int] = frozenset(),
+        *,
+        segments: Segments = _WHOLE,
+        solver: str = "",
     ) -> Solution:
-        """The schedule of a kept set, and of loops in segments, written out and simulated."""
+        """The schedule of a kept set, written out and simulated.
+
+        Args:
+            keep: for each turn the names kept across it.
+            offload: those of them that cross it in host memory.
+            hosted: argument leaves that live in host memory, by their positions.
+            segments: for the scan pairs that run in segments how many.
+            solver: who proposed it.
+        """
         keep = self._with_pinned(keep)
-        segments = {path: counts for path, counts in (segments or {}).items() if counts}
-        key = key_of(keep, segments)
-        if key not in self._simulated:
-            ran = self.simulator.step(self.scheduler.schedule(keep, segments))
-            found = Solution(keep, ran.temp_bytes, ran.seconds, segments=segments)
-            self._simulated[key] = found
-        return replace(self._simulated[key], solver=solver)
+        offload = {turn: names for turn, names in offload.items() if names}
+        segments = {path: counts for path, counts in segments.items() if counts}
+        asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted)
+        if asked.key not in self._simulated:
+            ran = self.simulator.step(self.schedule(asked))
+            self._simulated[asked.key] = ran.temp_bytes, ran.seconds, ran.host_bytes
+        temp_bytes, seconds, host_bytes = self._simulated[asked.key]
+        return replace(asked, temp_bytes=temp_bytes, seconds=seconds, host_bytes=host_bytes)
 
     def _with_pinned(self, keep: KeptSets) -> KeptSets:
         if not self.pinned:
@@ -129,7 +147,10 @@ class Search:
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
-        return self.scheduler.schedule(solution.keep, solution.segments)
+        hosting = self.program.hosting(solution.hosted)
+        return self.scheduler.schedule(
+            solution.keep, solution.offload, hosting, segments=solution.segments
+        )
 
     def bases(self) -> list[Solution]:
         """The simple answers, the smallest first; on paper where that is quicker."""
@@ -262,7 +283,11 @@ class Search:
                     for counts in segment_choices(paths[path]):
                         for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
                             keep = {**base, choice.turn: kept}
-                            found.append(self.evaluate(keep, {path: counts}, "loops in segments"))
+                            found.append(
+                                self.evaluate(
+                                    keep, segments={path: counts}, solver="loops in segments"
+                                )
+                            )
             self._segmented[self.pinned] = found
         return self._segmented[self.pinned]
 

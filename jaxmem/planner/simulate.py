@@ -5,12 +5,13 @@ The only judge of bytes before the compiler. It knows nothing of how a schedule 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.program.cost import Rates, op_seconds
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value, aval_bytes
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 
@@ -48,11 +49,12 @@ class Simulation:
         temp_bytes: the most temporary bytes live at once; results of the step are not temporary.
         peak_index: the operation at which that happens.
         timeline: temporary bytes live while each operation runs.
-        seconds: predicted time.
+        seconds: predicted time: of what is computed, and of what waits for a transfer.
         made: the buffers that each operation writes.
         ends: the last operation at which each of them is live; what is written over in place is
             not counted at the operation that does so.
         results: those that are results of the step.
+        host_bytes: the most temporary bytes in host memory at once.
     """
 
     temp_bytes: int
@@ -62,6 +64,7 @@ class Simulation:
     made: tuple[tuple[Value, ...], ...]
     ends: dict[Value, int]
     results: set[Value]
+    host_bytes: int = 0
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -85,7 +88,7 @@ class Simulator:
 
     def step(self, block: Block) -> Simulation:
         """Simulate the whole step: its results have buffers of their own."""
-        held = {v for v in block.outputs if isinstance(v, Value)}
+        held = {v for v in block.outputs if isinstance(v, Value) and not v.host}
         return self._run(block.inputs, block.ops, block.outputs, held)
 
     def iteration(self, loop: Loop) -> Simulation:
@@ -99,7 +102,9 @@ class Simulator:
             demanded = block.outputs[:num_carry]
             known = (
                 block,
-                self._run(block.inputs, block.ops, demanded, set(), block.outputs[num_carry:]),
+                self._run(
+                    block.inputs, block.ops, demanded, set(), block.outputs[num_carry:], True
+                ),
             )
             self._bodies[id(block)] = known
         return known[1]
@@ -111,6 +116,7 @@ class Simulator:
         outputs: Sequence[Atom],
         held: set[Value],
         written: Sequence[Atom] = (),
+        repeated: bool = False,
     ) -> Simulation:
         fusion = fuse(inputs, ops, outputs)
         roots, kinds = fusion.roots, fusion.kinds
@@ -142,10 +148,86 @@ class Simulator:
         peak = max(timeline, default=0)
         at = timeline.index(peak) if timeline else 0
         ends.update({value: index - 1 for value, index in replaced.items()})
-        return Simulation(peak, at, tuple(timeline), seconds, fusion.made, ends, kept_out)
+        host_bytes = 0
+        if any(op.transfer or op.loop is not None for op in ops):
+            seconds = self._with_transfers(ops, fusion, seconds, repeated)
+            host_bytes = self._host_bytes(ops, (*outputs, *written))
+        return Simulation(
+            peak, at, tuple(timeline), seconds, fusion.made, ends, kept_out, host_bytes
+        )
+
+    def seconds_of(
+        self, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]
+    ) -> list[float]:
+        """Predicted time of each operation of a line; transfers take none of the line's own."""
+        fusion = fuse(inputs, ops, outputs)
+        return [
+            self.seconds(op, kind, fusion.roots) if made else 0.0
+            for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True)
+        ]
+
+    def _with_transfers(
+        self, ops: Sequence[Op], fusion: Fusion, computing: float, repeated: bool
+    ) -> float:
+        """Predicted time of a line whose computations alone take ``computing``.
+
+        In a straight line each transfer starts when it is written out and its link is free, and
+        what needs it waits. The iterations of a loop follow each other without a pause, so that
+        the slowest of computing and the two links decides.
+        """
+        if not any(op.transfer for op in ops):
+            return computing
+        if repeated:
+            sent = sum(self._link_seconds(op) for op in ops if op.transfer == "send")
+            fetched = sum(self._link_seconds(op) for op in ops if op.transfer == "fetch")
+            return max(computing, sent, fetched)
+        now, free = 0.0, {"send": 0.0, "fetch": 0.0}
+        ready: dict[Value, float] = {}
+        for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True):
+            if op.transfer:
+                start = max(now, free[op.transfer], *(ready.get(v, 0.0) for v in op.values))
+                free[op.transfer] = start + self._link_seconds(op)
+                ready[op.outputs[0]] = free[op.transfer]
+                continue
+            now = max([now, *(ready[v] for v in _waited(op, made, fusion) if v in ready)])
+            now += self.seconds(op, kind, fusion.roots) if made else 0.0
+        return max(now, *free.values())
+
+    def _link_seconds(self, op: Op) -> float:
+        """Time that a transfer occupies its link."""
+        return self.rates.link_seconds(op.transfer, aval_bytes(op.outputs[0].aval))
+
+    def _host_bytes(self, ops: Sequence[Op], outputs: Sequence[Atom]) -> int:
+        """The most bytes in host memory at once; what is given or returned there is not counted."""
+        behind: dict[Value, Value] = {}
+        start: dict[Value, int] = {}
+        end: dict[Value, int] = {}
+        inside = [0] * len(ops)
+        for index, op in enumerate(ops):
+            if op.loop is not None:
+                inside[index] = self.body(op.loop.body, op.loop.num_carry).host_bytes
+            for value in op.values:
+                if value.host:
+                    end[behind.get(value, value)] = index
+            for place, result in enumerate(op.outputs):
+                if result.host and op.barrier:
+                    source = op.inputs[place]
+                    assert isinstance(source, Value)
+                    behind[result] = behind.get(source, source)
+                elif result.host:
+                    start[result] = end[result] = index
+        returned = {behind.get(v, v) for v in outputs if isinstance(v, Value)}
+        change = [0] * (len(ops) + 1)
+        for value in start.keys() - returned:
+            change[start[value]] += value.host_bytes
+            change[end[value] + 1] -= value.host_bytes
+        live = itertools.accumulate(change)
+        return max((a + b for a, b in zip(live, inside, strict=False)), default=0)
 
     def working_bytes(self, op: Op) -> int:
         """Bytes that live only inside ``op``: a loop's iteration, a call's temporaries."""
+        if op.transfer:
+            return 0
         known = self._inner.get(op.origin) if op.loop is None else None
         if known is None:
             inner = self.inside(op)
@@ -158,12 +240,14 @@ class Simulator:
         """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""
         if op.loop is not None:
             return op.loop.body, self.iteration(op.loop)
-        blocks = () if op.barrier else opened(op.eqn)
+        blocks = () if op.barrier or op.transfer else opened(op.eqn)
         simulated = [(block, self.body(block, len(block.outputs))) for block in blocks]
         return max(simulated, key=lambda pair: pair[1].temp_bytes, default=None)
 
     def seconds(self, op: Op, kind: Kind, roots: dict) -> float:
-        """Predicted time of one operation that makes a buffer."""
+        """Predicted time of one operation that makes a buffer; a transfer computes nothing."""
+        if op.transfer:
+            return 0.0
         if op.loop is not None:
             return op.loop.length * self.iteration(op.loop).seconds
         if kind is Kind.OPAQUE:
@@ -174,6 +258,13 @@ class Simulator:
         read = {root for v in op.values for root in roots[v]}
         moved = sum(v.nbytes for v in read) + sum(v.nbytes for v in op.outputs)
         return moved / self.rates.bytes_per_second
+
+
+def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:
+    """What ``op`` waits for when it runs: what it reads; a barrier only for copies to the host."""
+    if op.barrier:
+        return [v for v in op.values if v.host]
+    return {root for v in op.values for root in fusion.roots[v]} if made else ()
 
 
 def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Value, int]:

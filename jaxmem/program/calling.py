@@ -19,7 +19,7 @@ import jax
 from jaxmem import _compat
 from jaxmem.errors import ArgumentError, TraceError, is_library
 from jaxmem.program import leaves, nnx
-from jaxmem.program.ir import Leaf, Program
+from jaxmem.program.ir import Leaf, Program, in_host_memory
 from jaxmem.program.trace import program_from_jaxpr
 
 # What JAX makes of a function depends on these; they can be changed between two calls.
@@ -32,6 +32,10 @@ _SETTINGS = (
     "jax_numpy_rank_promotion",
     "jax_default_device",
 )
+
+
+# Where in the key of a call the signatures of its leaves are, and what comes after them.
+_SIGNATURES, _REST = 3, 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,17 @@ class Call:
     treedef: Any = field(repr=False)
     fixed: dict[int, Any] = field(repr=False)
     static: tuple[tuple[int | str, Any], ...] = field(repr=False)
+
+
+def differ_only_in_memory(one: Any, other: Any, positions: frozenset[int]) -> bool:
+    """Whether two keys of calls are equal but for the memory that some leaves are in."""
+    if one[:_SIGNATURES] != other[:_SIGNATURES] or one[_REST:] != other[_REST:]:
+        return False
+    return all(
+        a == b
+        or (n in positions and a[:-1] == b[:-1] and in_host_memory(a[-1]) == in_host_memory(b[-1]))
+        for n, (a, b) in enumerate(zip(one[_SIGNATURES], other[_SIGNATURES], strict=True))
+    )
 
 
 @dataclass(frozen=True)

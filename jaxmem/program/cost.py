@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxmem.program.ir import Op, aval_bytes
+from jaxmem.errors import TargetError
+from jaxmem.program.ir import Op, Transfer, aval_bytes
 from jaxmem.program.primitives import inner_jaxprs
 
 
@@ -17,15 +18,33 @@ class Rates:
     Attributes:
         flops: FLOP/s by dtype name; a dtype that is not listed runs at the float32 rate.
         bytes_per_second: device memory bandwidth.
+        d2h_bytes_per_second: device to host; 0 where nothing is moved.
+        h2d_bytes_per_second: host to device; 0 where nothing is moved.
     """
 
     flops: Mapping[str, float]
     bytes_per_second: float
+    d2h_bytes_per_second: float = 0.0
+    h2d_bytes_per_second: float = 0.0
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
         rate = self.flops.get(dtype) or self.flops["float32"]
         return max(flops / rate, nbytes / self.bytes_per_second)
+
+    def link_seconds(self, transfer: Transfer, nbytes: int) -> float:
+        """Time of a copy to (``"send"``) or from (``"fetch"``) host memory, alone on its link.
+
+        Raises:
+            TargetError: the rate of that link is not known.
+        """
+        rate = self.d2h_bytes_per_second if transfer == "send" else self.h2d_bytes_per_second
+        if not rate:
+            raise TargetError(
+                "the rates have no host link, and the schedule moves values to host memory: give "
+                "Rates d2h_bytes_per_second and h2d_bytes_per_second."
+            )
+        return nbytes / rate
 
 
 def op_seconds(op: Op, rates: Rates) -> float:

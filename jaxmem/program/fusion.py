@@ -60,13 +60,7 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
                     written = (*written, result)
                 roots[result] = (result,) if real else merged
         elif kind is Kind.ALIAS:
-            for position, result in enumerate(op.outputs):
-                source = op.inputs[position if op.barrier else 0]
-                if isinstance(source, Value):
-                    roots[result] = roots[source]
-                else:
-                    roots[result] = (result,)
-                    written = (*written, result)
+            written = _renamed(op, roots)
         else:
             filled = _filled_in_place(op)
             written = tuple([v for v in op.outputs if v not in filled])
@@ -87,6 +81,21 @@ def _filled_in_place(op: Op) -> dict[Value, Value]:
     return {result: array for result, array in pairs if isinstance(array, Value)}
 
 
+def _renamed(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
+    """Note what is behind the results of an alias; the results that are buffers all the same."""
+    written: tuple[Value, ...] = ()
+    for position, result in enumerate(op.outputs):
+        source = op.inputs[position if op.barrier else 0]
+        if isinstance(source, Value):
+            # A send reads its operand until something waits for it: a barrier, behind which the
+            # copy on the host stands on its own.
+            roots[result] = (result,) if op.barrier and result.host else roots[source]
+        else:
+            roots[result] = (result,)
+            written = (*written, result)
+    return written
+
+
 def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
     if len(op.values) == 1:
         return roots[op.values[0]]
@@ -101,7 +110,7 @@ def _demand(
     readers: dict[Value, int] = {}
     constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
-        if kind is Kind.ALIAS and not op.barrier:
+        if kind is Kind.ALIAS and not (op.barrier or op.transfer):
             value, result = op.inputs[0], op.outputs[0]
             if isinstance(value, Value):
                 if result in demanded:
@@ -110,7 +119,7 @@ def _demand(
             continue
         for value in op.values:
             readers[value] = readers.get(value, 0) + 1
-        if kind is Kind.OPAQUE or op.barrier:
+        if kind is Kind.OPAQUE or op.barrier or op.transfer:
             demanded.update(_written_out(op, constants))
     return demanded, readers
 
@@ -122,7 +131,7 @@ def repeated_numbers(ops: Sequence[Op]) -> set[Value]:
     """
     found: set[Value] = set()
     for op in ops:
-        if op.barrier or not all(v in found for v in op.values):
+        if op.barrier or op.transfer or not all(v in found for v in op.values):
             continue
         scalar = kind_of(op) in (Kind.ALIAS, Kind.FUSED) and not op.name.startswith("random_")
         for value in op.outputs:

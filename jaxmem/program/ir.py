@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.extend import core as jex
+from jax.sharding import SingleDeviceSharding
+
+from jaxmem.errors import ArgumentError
 
 
 class Value:
@@ -16,21 +19,36 @@ class Value:
 
     Attributes:
         aval: its shape and dtype.
-        nbytes: its bytes.
+        nbytes: its bytes on the device; 0 where it is in host memory.
         key: stable identity for plans; ``None`` for values the rewrite makes anew.
+        host: whether it is in host memory.
     """
 
-    __slots__ = ("aval", "key", "nbytes")
+    __slots__ = ("aval", "host", "key", "nbytes")
 
-    def __init__(self, aval: Any, key: str | None = None):
+    def __init__(self, aval: Any, key: str | None = None, host: bool = False):
         self.aval = aval
         self.key = key
-        self.nbytes = aval_bytes(aval)
+        self.host = host
+        self.nbytes = 0 if host else aval_bytes(aval)
+
+    @property
+    def host_bytes(self) -> int:
+        """Its bytes in host memory; 0 where it is on the device."""
+        return aval_bytes(self.aval) if self.host else 0
+
+    def on_host(self) -> Value:
+        """A new value of the same shape and dtype in host memory: what a send makes of it."""
+        return Value(self.aval, f"{self.key}.host", host=True)
+
+    def on_device(self) -> Value:
+        """A new value of the same shape and dtype on the device: what a fetch makes of it."""
+        return Value(self.aval)
 
     def like(self) -> Value:
         """A new value of the same shape and dtype: what a recomputation produces."""
         made = Value.__new__(Value)
-        made.aval, made.key, made.nbytes = self.aval, None, self.nbytes
+        made.aval, made.key, made.nbytes, made.host = self.aval, None, self.nbytes, self.host
         return made
 
     def __repr__(self) -> str:
@@ -38,6 +56,7 @@ class Value:
 
 
 Atom = Value | jex.Literal
+Transfer = Literal["", "send", "fetch"]
 
 
 def aval_bytes(aval: Any) -> int:
@@ -60,12 +79,25 @@ class Op:
         inputs: operands; for a loop constants, carries, then sliced operands.
         outputs: results; for a loop carries, then stacked results.
         loop: for a ``scan`` its body and arity, else ``None``.
-        recompute: name of the recomputation this operation belongs to, "" for the user's own.
+        recompute: name of the recomputation or transfer this operation belongs to, "" for the
+            user's own.
         barrier: true for the barriers the schedule adds (results are the operands, unchanged).
+        transfer: ``"send"`` for the copies to host memory that the schedule adds, ``"fetch"`` for
+            those back to the device, "" for everything else.
         values: the distinct operands that are values, literals left out.
     """
 
-    __slots__ = ("_origin", "barrier", "eqn", "inputs", "loop", "outputs", "recompute", "values")
+    __slots__ = (
+        "_origin",
+        "barrier",
+        "eqn",
+        "inputs",
+        "loop",
+        "outputs",
+        "recompute",
+        "transfer",
+        "values",
+    )
 
     def __init__(
         self,
@@ -76,6 +108,7 @@ class Op:
         recompute: str = "",
         barrier: bool = False,
         origin: Op | None = None,
+        transfer: Transfer = "",
     ):
         self.eqn = eqn
         self.inputs = inputs
@@ -83,6 +116,7 @@ class Op:
         self.loop = loop
         self.recompute = recompute
         self.barrier = barrier
+        self.transfer: Transfer = transfer
         self._origin = origin
         self.values = tuple(dict.fromkeys([v for v in inputs if isinstance(v, Value)]))
 
@@ -94,6 +128,8 @@ class Op:
     @property
     def name(self) -> str:
         """Name of the primitive."""
+        if self.transfer:
+            return "device_put"
         return "optimization_barrier" if self.barrier else self.eqn.primitive.name
 
     def __repr__(self) -> str:
@@ -147,6 +183,17 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Hosting:
+    """Which inputs and results of a step are in host memory, by their positions in its block."""
+
+    inputs: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.results)
+
+
+@dataclass(frozen=True)
 class Leaf:
     """One argument or result leaf of the step: tree path, and whether its buffer is donated."""
 
@@ -177,10 +224,11 @@ class Program:
     shardings: tuple[Any, ...] = ()
     equations: int = 0
 
-    def avals(self) -> list[jax.ShapeDtypeStruct]:
+    def avals(self, hosting: Hosting | None = None) -> list[jax.ShapeDtypeStruct]:
         """What to compile the block for: shapes, dtypes and shardings of its inputs.
 
         Weak types are part of it: results that come from them must be as weak as under ``jit``.
+        Inputs of ``hosting`` are in host memory.
         """
         return [
             jax.ShapeDtypeStruct(
@@ -189,12 +237,37 @@ class Program:
                 sharding=sharding,
                 weak_type=getattr(v.aval, "weak_type", False),
             )
-            for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
+            for v, sharding in zip(self.block.inputs, self.layouts(hosting), strict=True)
         ]
 
-    def layouts(self) -> list[Any]:
+    def layouts(self, hosting: Hosting | None = None) -> list[Any]:
         """The sharding of each input of the block, ``None`` for one device."""
-        return [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+        given = [None] * (len(self.block.inputs) - len(self.shardings)) + [*self.shardings]
+        hosted = hosting.inputs if hosting else frozenset()
+        return [in_host_memory(s) if n in hosted else s for n, s in enumerate(given)]
+
+    def out_shardings(self, hosting: Hosting | None = None) -> list[Any] | None:
+        """Where results go; ``None``, for one or all of them, leaves it to the compiler.
+
+        A result in host memory must say so itself, as donation does not ask where the argument
+        was.
+        """
+        if not hosting:
+            return None
+        layouts, places = self.layouts(hosting), self.places
+        return [
+            layouts[places[n]] if n in hosting.results else None
+            for n in range(len(self.block.outputs))
+        ]
+
+    def host_bytes(self, hosting: Hosting) -> int:
+        """Bytes of the inputs that live in host memory, on each device's part."""
+        layouts = self.layouts()
+        return sum(
+            v.nbytes if layouts[n] is None else _shard_bytes(v.aval, layouts[n])
+            for n, v in enumerate(self.block.inputs)
+            if n in hosting.inputs
+        )
 
     @property
     def sharded(self) -> bool:
@@ -223,19 +296,38 @@ class Program:
         return tuple(first + n for n, leaf in enumerate(self.arguments) if leaf.donated)
 
     @property
+    def places(self) -> dict[int, int]:
+        """For each result that fits into a donated input of its shape and dtype, that input."""
+        free: dict[tuple, list[int]] = {}
+        for position in self.donated:
+            free.setdefault(_kind(self.block.inputs[position].aval), []).append(position)
+        taken = {}
+        for number, atom in enumerate(self.block.outputs):
+            waiting = free.get(_kind(atom.aval))
+            if waiting:
+                taken[number] = waiting.pop(0)
+        return taken
+
+    @property
     def aliased_results(self) -> frozenset[int]:
         """Positions of results that fit into donated arguments of the same shape and dtype."""
-        free: dict[tuple, int] = {}
-        for position in self.donated:
-            kind = _kind(self.block.inputs[position].aval)
-            free[kind] = free.get(kind, 0) + 1
-        shared = set()
-        for number, atom in enumerate(self.block.outputs):
-            kind = _kind(atom.aval)
-            if free.get(kind, 0):
-                free[kind] -= 1
-                shared.add(number)
-        return frozenset(shared)
+        return frozenset(self.places)
+
+    def hosting(self, hosted: frozenset[int]) -> Hosting:
+        """Argument leaves that live in host memory, and the results that take their places.
+
+        Args:
+            hosted: positions in ``arguments``.
+
+        Raises:
+            ArgumentError: there is no such argument.
+        """
+        wrong = sorted(n for n in hosted if not 0 <= n < len(self.arguments))
+        if wrong:
+            raise ArgumentError(f"{self.name} has {len(self.arguments)} arguments, no {wrong[0]}")
+        inputs = frozenset(len(self.consts) + n for n in hosted)
+        results = frozenset(n for n, position in self.places.items() if position in inputs)
+        return Hosting(inputs, results)
 
     @property
     def aliased_bytes(self) -> int:
@@ -246,6 +338,13 @@ class Program:
     def fixed_bytes(self) -> int:
         """Arguments and results, what donation shares counted once."""
         return self.argument_bytes + self.output_bytes - self.aliased_bytes
+
+
+def in_host_memory(sharding: Any) -> Any:
+    """The same layout in pinned host memory; ``None`` stands for the default device."""
+    if sharding is None:
+        return SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    return sharding.with_memory_kind("pinned_host")
 
 
 def _shard_bytes(aval: Any, sharding: Any) -> int:

@@ -58,7 +58,9 @@ _STATEFUL = frozenset(
 
 def kind_of(op: Op) -> Kind:
     """The kind of ``op``; anything not known to fuse is opaque."""
-    if op.barrier:
+    if op.transfer == "fetch":
+        return Kind.OPAQUE
+    if op.barrier or op.transfer:
         return Kind.ALIAS
     name = op.eqn.primitive.name
     if name in _FUSED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from jax.extend import core as jex
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 
+_MEMORY = {"send": jax.memory.Space.Host, "fetch": jax.memory.Space.Device}
+_TRANSFERS = {
+    name: jax.make_jaxpr(functools.partial(jax.device_put, device=space))(0.0).eqns[0]
+    for name, space in _MEMORY.items()
+}
 _BARRIER = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier((x,)))(0.0).eqns[0]
 
 
@@ -98,16 +104,10 @@ def _straight(
 
 
 def _equation(op: Op, invars: list[Any], outvars: list[jex.Var]) -> jex.JaxprEqn:
-    if op.barrier:
-        eqn = op.eqn.replace(
-            primitive=_BARRIER.primitive,
-            params=_BARRIER.params,
-            effects=_BARRIER.effects,
-            invars=invars,
-            outvars=outvars,
-        )
-    else:
-        eqn = op.eqn.replace(invars=invars, outvars=outvars)
+    added = _BARRIER if op.barrier else _TRANSFERS.get(op.transfer)
+    eqn = op.eqn.replace(invars=invars, outvars=outvars)
+    if added is not None:
+        eqn = eqn.replace(primitive=added.primitive, params=added.params, effects=added.effects)
     return _compat.with_name(eqn, op.recompute) if op.recompute else eqn
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.planner.simulate import Lifetime, Simulation, Simulator
-from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Op, Program, Value, aval_bytes
 from jaxmem.program.loops import is_backward, nest
 from jaxmem.program.source import checkpoint_names, origin_of
+from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 
@@ -23,7 +23,7 @@ def report_on(program: Program, target: Target, block: Block, compiled: Compiled
         block: the schedule: ``program.block``, or one with recomputations.
         compiled: the same schedule, compiled.
     """
-    simulator = Simulator(Rates(dict(target.flops), target.hbm_bytes_per_second))
+    simulator = Simulator(rates_of(target))
     simulation = simulator.step(block)
     memory = compiled.memory
     fixed = memory.total_bytes - memory.temp_bytes if program.sharded else program.fixed_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxmem.planner.search import Search, Solution
 from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Block, Program
+from jaxmem.program.ir import Block, Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import has_callbacks, without_callbacks
 from jaxmem.runtime import verify
@@ -16,6 +16,16 @@ from jaxmem.targets.compiling import Compiled, compile_for, memory_schedules, ru
 from jaxmem.targets.target import Target
 
 MOST_SMALLEST = 6
+
+
+def rates_of(target: Target) -> Rates:
+    """How fast a target works."""
+    return Rates(
+        dict(target.flops),
+        target.hbm_bytes_per_second,
+        target.d2h_bytes_per_second,
+        target.h2d_bytes_per_second,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +49,17 @@ class Compiler:
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
-        rates = Rates(dict(self.target.flops), self.target.hbm_bytes_per_second)
+        rates = rates_of(self.target)
         self.search = Search(self.program, rates, host=self.target.platform == "cpu")
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
     def block(self, solution: Solution | None) -> Block:
         """The program of a solution; ``None`` stands for the program as written."""
         return self.search.schedule(solution) if solution else self.program.block
+
+    def hosting(self, solution: Solution | None) -> Hosting:
+        """What of the step's arguments and results is in host memory."""
+        return self.program.hosting(solution.hosted if solution else frozenset())
 
     def compile(
         self, solution: Solution | None, *, options: Mapping[str, str] | None = None
@@ -54,12 +68,13 @@ class Compiler:
         options = self.options if options is None else options
         key = (solution and solution.key, tuple(sorted(options.items())))
         if key not in self._compiled:
-            block = self.block(solution)
+            block, hosting = self.block(solution), self.hosting(solution)
             self._compiled[key] = compile_for(
                 self.target,
                 as_function(without_callbacks(block) if self.mute else block),
-                self.program.avals(),
+                self.program.avals(hosting),
                 donate=self.program.donated,
+                out_shardings=self.program.out_shardings(hosting),
                 options=options,
             )
         return self._compiled[key]
@@ -89,12 +104,20 @@ class Compiler:
         compiled = self.compile(solution, options=options)
         if not self.check:
             return Attempt(solution, compiled, "")
-        merged = verify.undone(self.block(solution), compiled.hlo_text())
-        if not merged:
-            return Attempt(solution, compiled, "")
-        self.search.pin(merged)
-        problem = f"the compiler merged {len(merged)} recomputed operations with the originals"
-        return Attempt(solution, compiled, problem)
+        block, text = self.block(solution), compiled.hlo_text()
+        problems = []
+        merged = verify.undone(block, text)
+        if merged:
+            self.search.pin(merged)
+            problems.append(
+                f"the compiler merged {len(merged)} recomputed operations with the originals"
+            )
+        if solution.offload or solution.hosted:
+            planned = 0 if self.program.sharded else self.program.host_bytes(self.hosting(solution))
+            problems += verify.not_on_host(
+                block, text, compiled.memory, solution.host_bytes, planned
+            )
+        return Attempt(solution, compiled, "; ".join(problems))
 
     def smallest(self) -> Iterator[Attempt]:
         """The smallest programs; the same ones in the same order whatever was planned before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jaxmem.errors import Holder
 from jaxmem.planner.plan import Decision
@@ -40,9 +41,16 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
             continue  # What the loop stacks is decided value by value inside it.
         origin = origin_of(first.op, names.get(first.value, ""))
         nbytes, seconds = sum(c.nbytes for _, c in members), sum(c.seconds for c in again)
-        found.append(
-            _decision(first.name, first.value, origin, len(members), len(again), nbytes, seconds)
+        decision = _decision(
+            first.name, first.value, origin, len(members), len(again), nbytes, seconds
         )
+        if (
+            not again
+            and solution
+            and any(c.name in solution.offload.get(t, ()) for t, c in members)
+        ):
+            decision = replace(decision, action="offload")
+        found.append(decision)
     found += _fused_residuals(search, solution, names)
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
 

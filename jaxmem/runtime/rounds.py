@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.level import kept_name
+from jaxmem.planner.level import StillKept, kept_name
 from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.segments import refusal, splittable
-from jaxmem.program.ir import Block
+from jaxmem.program.ir import Block, Hosting
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.progress import Report
@@ -35,11 +35,15 @@ _AIM = 0.985
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A program compiled for the target, within the budget, and the plan it follows."""
+    """A program compiled for the target, within the budget, and the plan it follows.
+
+    ``hosting`` says which of its inputs and results are in host memory.
+    """
 
     plan: Plan
     block: Block
     compiled: Compiled
+    hosting: Hosting = field(default_factory=Hosting)
 
 
 def fit(compiler: Compiler, budget_bytes: int, report: Report) -> Outcome:
@@ -103,7 +107,10 @@ class _Rounds:
             raise self._error("")
         solution, compiled, predicted = self.best()
         return Outcome(
-            self._plan(solution, predicted, compiled), self.compiler.block(solution), compiled
+            self._plan(solution, predicted, compiled),
+            self.compiler.block(solution),
+            compiled,
+            self.compiler.hosting(solution),
         )
 
     def _plain_within_budget(self) -> Compiled:
@@ -134,16 +141,24 @@ class _Rounds:
 
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
-        keep = {(k.path, k.turn): frozenset(k.names) for k in plan.kept}
+        keep = {
+            (k.path, k.turn): (StillKept if k.inside else frozenset)(k.names) for k in plan.kept
+        }
+        offload = {(k.path, k.turn): frozenset(k.offloaded) for k in plan.kept if k.offloaded}
         self._check_names(keep)
         self._check_segments(plan)
         segments = {s.path: s.counts for s in plan.segments}
+        self._check_names(offload)
+        hosted = self._hosted(plan)
         if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
             raise PlanMismatchError(
                 f"the plan for {plan.function} sets compiler options that this jaxmem does not "
                 f"use for {plan.target}: {dict(plan.options)}. Plan again."
             )
-        solution = self.search.evaluate(keep, segments) if keep or segments else None
+        changed = keep or segments or hosted
+        solution = (
+            self.search.evaluate(keep, offload, hosted, segments=segments) if changed else None
+        )
         self.report("compiling the plan")
         problem, options = "", dict(plan.options)
         if solution is None:
@@ -169,13 +184,15 @@ class _Rounds:
             ),
             self.compiler.block(solution),
             compiled,
+            self.compiler.hosting(solution),
         )
 
     def _check_names(self, keep: Mapping[Turn, frozenset[str]]) -> None:
-        """Every turn and every value that a plan names must be there."""
+        """Every turn and every value that a plan names must be there; loops carry some in."""
         turns = {choice.turn for choice in self.search.choices}
         blocks = [inner.block for inner in self.search.nest.walk()]
         known = {kept_name(op, v) for b in blocks for op in b.ops for v in op.outputs}
+        known |= {str(v.key) for b in blocks for v in b.inputs}
         for turn, names in keep.items():
             unknown = sorted(names - known) if turn in turns else [f"turn {turn}"]
             if unknown:
@@ -197,6 +214,17 @@ class _Rounds:
                 f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}: "
                 "the plan was changed or made by another version. Plan again."
             )
+
+    def _hosted(self, plan: Plan) -> frozenset[int]:
+        """The positions of the arguments that a plan puts in host memory."""
+        places = {leaf.path: n for n, leaf in enumerate(self.compiler.program.arguments)}
+        unknown = [path for path in plan.hosted if path not in places]
+        if unknown:
+            raise PlanMismatchError(
+                f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
+                f"{self.compiler.program.name} does not have. Plan again."
+            )
+        return frozenset(places[path] for path in plan.hosted)
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
@@ -235,7 +263,8 @@ class _Rounds:
         )
 
     def _predicted(self, solution: Solution) -> int:
-        return self.fixed + int(solution.temp_bytes * self.scale)
+        hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
+        return self.fixed - hosted + int(solution.temp_bytes * self.scale)
 
     def _record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
         solution, compiled = attempt.solution, attempt.compiled
@@ -283,6 +312,7 @@ class _Rounds:
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             aliased_bytes=memory.alias_bytes,
+            host_bytes=memory.host_argument_bytes + memory.host_temp_bytes,
             keep_all_predicted_bytes=self.fixed + keep_all.temp_bytes,
             keep_all_compiled_bytes=self.compiler.keep_all().memory.total_bytes,
             predicted_seconds=solution.seconds if solution else keep_all.seconds,
@@ -292,16 +322,28 @@ class _Rounds:
             rounds=tuple(self.rounds),
             fingerprint=program.fingerprint,
             kept=tuple(
-                Kept(path, turn, tuple(sorted(names)))
-                for (path, turn), names in sorted(solution.keep.items() if solution else ())
+                Kept(
+                    *turn,
+                    tuple(sorted(names)),
+                    self._offloaded(solution, turn),
+                    isinstance(names, StillKept),
+                )
+                for turn, names in sorted(solution.keep.items() if solution else ())
             ),
             segments=tuple(
                 Segmented(path, splittable(search.nest)[path], counts)
                 for path, counts in sorted(solution.segments.items() if solution else ())
             ),
+            hosted=tuple(
+                program.arguments[n].path for n in sorted(solution.hosted if solution else ())
+            ),
             notes=tuple(notes),
             options=tuple(sorted(self._options(solution, compiled).items())),
         )
+
+    def _offloaded(self, solution: Solution | None, turn: Turn) -> tuple[str, ...]:
+        """The names that cross a turn in host memory."""
+        return tuple(sorted(solution.offload.get(turn, ()))) if solution else ()
 
     def _options(self, solution: Solution | None, compiled: Compiled) -> Mapping[str, str]:
         """What a program was compiled with."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmem.errors import AbstractCallError, DonatedBufferError, VerificationError
 from jaxmem.program.calling import Call, Traced
-from jaxmem.program.ir import Program
+from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
 from jaxmem.runtime.rounds import Outcome
@@ -39,11 +39,13 @@ class Step:
         if outcome.compiled.runs_here:
             return cls(traced, outcome, outcome.compiled.executable)
         program, block = traced.program, outcome.block
+        hosting = outcome.hosting
         compiled = compile_for(
             None,
             as_function(block),
-            program.avals(),
+            program.avals(hosting),
             donate=program.donated,
+            out_shardings=program.out_shardings(hosting),
             options=memory_schedules(Target.local())[-1],
         )
         return cls(traced, outcome, compiled.executable)
@@ -51,12 +53,16 @@ class Step:
     def __call__(self, call: Call) -> Any:
         """Run one step.
 
+        What the plan keeps in host memory and was given on the device is copied to the host
+        first, at every call that gives it so; :meth:`place` does it once.
+
         Raises:
             AbstractCallError: an argument has no data.
             DonatedBufferError: an argument's data was given away by an earlier call.
         """
         program = self.traced.program
-        outs = self.local(*program.consts, *inputs(program, call))
+        ready = on_host(program, self.outcome.hosting, inputs(program, call))
+        outs = self.local(*program.consts, *ready)
         return self.traced.rebuild(outs)
 
     def check_against_plain(self, call: Call) -> None:
@@ -81,7 +87,8 @@ class Step:
             )
         arguments = [copied(leaf) for leaf in inputs(program, call)]
         reference = plain.executable(*program.consts, *arguments)
-        found = self.local(*program.consts, *arguments)
+        hosted = on_host(program, self.outcome.hosting, arguments)
+        found = self.local(*program.consts, *hosted)
 
         def nearby() -> list[Any]:
             moved = [verify.nudged(leaf, n) for n, leaf in enumerate(inputs(program, call))]
@@ -113,6 +120,18 @@ def inputs(program: Program, call: Call) -> list[Any]:
         seen.add(id(leaf))
         ready.append(as_array(leaf) if not isinstance(leaf, jax.Array) else leaf)
     return ready
+
+
+def on_host(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:
+    """The arrays of a call, those that the plan keeps in host memory there."""
+    if not hosting:
+        return ready
+    layouts = program.layouts(hosting)
+    first = len(program.consts)
+    return [
+        jax.device_put(leaf, layouts[first + n]) if first + n in hosting.inputs else leaf
+        for n, leaf in enumerate(ready)
+    ]
 
 
 def as_array(leaf: Any) -> Any:

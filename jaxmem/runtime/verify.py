@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from jax import dtypes
 from jaxmem.errors import VerificationError
 from jaxmem.program.ir import Block, Op
 from jaxmem.program.primitives import Kind, kind_of
+from jaxmem.program.source import origin_of
+from jaxmem.targets.compiling import CompiledMemory
+from jaxmem.units import format_bytes
 
 _KERNELS = ("dot_general", "conv_general_dilated")
 # Only kernels count: element-wise work that the user does late anyway, such as the derivative of
@@ -26,6 +30,12 @@ _NAMED = re.compile(rf"(jaxmem\.recompute\.[^/\")]+)\)*/(?:{'|'.join(_KERNELS)})
 # XLA keeps one of two loop bodies that are equal, and its names; the loops keep their own.
 _WHILE = re.compile(r" while\(.*op_name=\"[^\"]*(jaxmem\.recompute\.[^/\")]+)\)*/while\"")
 _OPCODE = re.compile(r" (?:dot|convolution)\(| custom-call\(.*(?:gemm|matmul|conv|cublas|cudnn)")
+# Alignment, and how the compiler orders copies, leave it within this share of what is simulated.
+_HOST_SHARE = 0.95
+_TO_HOST = re.compile(
+    r"= \(?(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}"
+    r"(?:, \w+\[[\d,]*\]\{[^}S]*\}, u32\[\][^)]*\) copy-start| dynamic-update-slice)\("
+)
 # A rewrite changes fusion, and fusion changes rounding. FACTS section 5: the error of a rewrite
 # may be a few times the error of the plain program, not more.
 _ROUNDING = {
@@ -83,6 +93,64 @@ def _recomputed_kernels(block: Block, within: str = "") -> dict[tuple[str, bool]
         if op.loop is not None and kind_of(op) is Kind.OPAQUE:
             for key, ops in _recomputed_kernels(op.loop.body, op.recompute or within).items():
                 found.setdefault(key, []).extend(ops)
+    return found
+
+
+def not_on_host(
+    block: Block, hlo_text: str, memory: CompiledMemory, temp_bytes: int, argument_bytes: int = 0
+) -> list[str]:
+    """What of a plan's host memory the compiler did not use, in words; empty if nothing.
+
+    XLA cancels a copy to the host with the copy back when nothing keeps them apart, without a
+    word. A copy that it made is seen as a ``copy-start`` into memory space 5 (pinned host), in
+    loops as an update of a stacked buffer there; it has lost its name by then, so copies are
+    matched by their bytes. In nested loops some look different; where all the planned bytes are
+    in host memory nothing was dropped.
+
+    Args:
+        block: the schedule that was compiled.
+        hlo_text: the optimised program.
+        memory: what the compiler says it uses.
+        temp_bytes: of the temporaries that should be in host memory, as simulated.
+        argument_bytes: of the arguments that should be in host memory; 0 if not known.
+    """
+    problems = []
+    found = _host_copies(hlo_text)
+    planned = Counter(nbytes for nbytes, _ in _sends(block))
+    missing = planned - found
+    fewer = memory.host_temp_bytes < _HOST_SHARE * temp_bytes or not temp_bytes
+    if fewer and missing and found.total() < planned.total():
+        first = next(op for nbytes, op in _sends(block) if nbytes in missing)
+        problems.append(
+            f"the compiler dropped {planned.total() - found.total()} of {planned.total()} copies "
+            f"to host memory, such as that of {origin_of(first).label}"
+        )
+    if memory.host_argument_bytes < argument_bytes:
+        problems.append(
+            f"the compiler put {format_bytes(memory.host_argument_bytes)} of the arguments in "
+            f"host memory instead of {format_bytes(argument_bytes)}"
+        )
+    return problems
+
+
+def _sends(block: Block, times: int = 1) -> Iterator[tuple[int, Op]]:
+    """Bytes and operation of every copy to the host; in loops of what it is stacked to."""
+    for op in block.ops:
+        if op.transfer == "send":
+            yield op.outputs[0].host_bytes * times, op
+        if op.loop is not None:
+            yield from _sends(op.loop.body, op.loop.length)
+
+
+def _host_copies(hlo_text: str) -> Counter[int]:
+    """How many copies of each size the compiled program makes to host memory."""
+    found: Counter[int] = Counter()
+    for line in hlo_text.splitlines():
+        if "S(5)" in line and (match := _TO_HOST.search(line)):
+            dtype, dims = match.groups()
+            bits = re.search(r"\d+", dtype)
+            size = max(int(bits[0]) // 8, 1) if bits else 1
+            found[size * math.prod(int(d) for d in dims.split(",") if d)] += 1
     return found
 
 

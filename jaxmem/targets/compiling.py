@@ -105,8 +105,8 @@ def compile_for(
             ``NamedSharding`` on them is carried over to the target's devices, with the same axis
             names and sizes; what has none is replicated on every device.
         donate: numbers of arguments whose buffers outputs may take.
-        out_shardings: as for ``jax.jit``; by default replicated where no argument is sharded,
-            and otherwise XLA's choice.
+        out_shardings: as for ``jax.jit``; by default, and where it is ``None``, replicated where
+            no argument is sharded, and otherwise XLA's choice.
         options: XLA compiler options, for this program only.
         xla_remat: let XLA rematerialise on its own.
 
@@ -227,9 +227,14 @@ def _lower_here(target: Target, jit: Any, fun: Any, avals: Any, out_shardings: A
 def _lower_absent(target: Target, jit: Any, fun: Any, avals: Any, out_shardings: Any) -> Any:
     absent = AbsentDevices(target)
     given = [_given_sharding(aval) for aval in jax.tree.leaves(avals)]
+    split = any(sharding is not None and sharding.num_devices > 1 for sharding in given)
     if out_shardings is not None:
-        out_shardings = jax.tree.map(absent.sharding, out_shardings, is_leaf=_is_none)
-    elif not any(sharding is not None and sharding.num_devices > 1 for sharding in given):
+        out_shardings = jax.tree.map(
+            lambda s: None if s is None and split else absent.sharding(s),
+            out_shardings,
+            is_leaf=_is_none,
+        )
+    elif not split:
         out_shardings = absent.replicated
     placed = jax.tree.map(
         lambda aval: _with_sharding(aval, absent.sharding(_given_sharding(aval))), avals

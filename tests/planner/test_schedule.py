@@ -40,7 +40,8 @@ def searched(name: str) -> tuple[Search, list]:
 def expressions(block: Block) -> tuple[list, list]:
     """What each output and each operation computes, written in the block's inputs.
 
-    A barrier returns what it was given and a copy what its original does, so a right schedule
+    A barrier or transfer returns what it was given and a copy what its original does, so a right
+    schedule
     has the expressions of the program it was made from.
     """
     numbers: dict[tuple, int] = {}
@@ -56,10 +57,11 @@ def expressions(block: Block) -> tuple[list, list]:
     computed = []
     for op in block.ops:
         operands = tuple(of(atom) for atom in op.inputs)
-        if not op.barrier:
+        same = op.barrier or op.transfer
+        if not same:
             computed.append(number(id(op.origin), operands))
         for place, value in enumerate(op.outputs):
-            again = operands[place] if op.barrier else number("result", computed[-1], place)
+            again = operands[place] if same else number("result", computed[-1], place)
             known[value] = again
     return [of(atom) for atom in block.outputs], computed
 

@@ -45,7 +45,7 @@ def check_same(found: Search, leaves: list, keep: Keep, counts: tuple[int, ...])
     pairs = splittable(found.nest)
     segments = {path: counts for path, length in pairs.items() if not misfit(length, counts)}
     assert segments
-    block = found.scheduler.schedule(keep, segments)
+    block = found.scheduler.schedule(keep, segments=segments)
     reference = compiled(found, found.program.block).executable(*leaves)
     assert_same(reference, compiled(found, block).executable(*leaves))
     return block
@@ -222,7 +222,7 @@ def test_the_forward_pass_runs_again_as_often_as_there_are_levels(
     step, args = chain(length, 8, 8)
     found = search(step, *args)
     (path,) = splittable(found.nest)
-    schedules = [found.scheduler.schedule({}, s) for s in ({}, {path: counts})]
+    schedules = [found.scheduler.schedule({}, segments=s) for s in ({}, {path: counts})]
     flat = (*args[0], args[1])
     plain, parted = (products(jax.make_jaxpr(as_function(b))(*flat)) for b in schedules)
     assert plain == (2 + 4) * length, "two products forward and four backward"
@@ -240,7 +240,7 @@ def bytes_of(target: str, length: int, counts: tuple[int, ...]) -> tuple[int, in
     step, args = chain(length, *SIZES[target])
     found = search(step, *args, host=target == "cpu")
     (path,) = splittable(found.nest)
-    block = found.scheduler.schedule(smallest(found), {path: counts})
+    block = found.scheduler.schedule(smallest(found), segments={path: counts})
     executable = compiled(found, block, target, level=None)
     assert verify.undone(block, executable.hlo_text()) == ()
     return found.simulator.step(block).temp_bytes, executable.memory.temp_bytes
@@ -270,7 +270,9 @@ def test_a_transformer_saves_what_is_simulated():
     step, args = large.make(Form(), shape)
     found = search(step, *args)
     (path,) = splittable(found.nest)
-    blocks = [found.scheduler.schedule(smallest(found), {path: counts}) for counts in ((), (8,))]
+    blocks = [
+        found.scheduler.schedule(smallest(found), segments={path: counts}) for counts in ((), (8,))
+    ]
     made = [compiled(found, block, "h200").memory.temp_bytes for block in blocks]
     simulated = [found.simulator.step(block).temp_bytes for block in blocks]
     assert simulated[0] - simulated[1] == pytest.approx(made[0] - made[1], rel=0.1)
@@ -310,7 +312,7 @@ def test_what_stays_whole_says_why(body: Callable, length: int, why: str):
     assert why in why_whole(found.nest.block, pair)
     assert splittable(found.nest) == {}
     with pytest.raises(ValueError, match="stays whole"):
-        found.scheduler.schedule({}, {pair.joint.path: (2,)})
+        found.scheduler.schedule({}, segments={pair.joint.path: (2,)})
 
 
 def test_segments_that_cannot_be():
@@ -318,11 +320,11 @@ def test_segments_that_cannot_be():
     (path,) = splittable(found.nest)
     for counts in ((1,), (5,), (2, 3), (0,), (-2,)):
         with pytest.raises(ValueError, match="8 iterations cannot be cut into segments"):
-            found.scheduler.schedule({}, {path: counts})
+            found.scheduler.schedule({}, segments={path: counts})
     with pytest.raises(ValueError, match="there is no pair of scans '9"):
-        found.scheduler.schedule({}, {"9+9": (2,)})
+        found.scheduler.schedule({}, segments={"9+9": (2,)})
     assert not refusal(found.nest, {path: (2, 2)})
-    assert found.scheduler.schedule({}, {path: ()}) is found.program.block
+    assert found.scheduler.schedule({}, segments={path: ()}) is found.program.block
 
 
 def test_every_choice_can_be_made():
@@ -342,11 +344,15 @@ def test_schedules_with_segments_are_the_same_whatever_was_scheduled_before():
     keep = smallest(found)
     fresh, _ = stepping("nested", 12)
     for segments in ({first: (2,)}, {second: (3,)}, {}, {first: (3,), second: (2,)}):
-        found.scheduler.schedule(keep, segments)
-        found.scheduler.schedule({}, segments)
+        found.scheduler.schedule(keep, segments=segments)
+        found.scheduler.schedule({}, segments=segments)
     segments = {first: (3,), second: (2,)}
     texts = [
-        str(jax.make_jaxpr(as_function(s.scheduler.schedule(smallest(s), segments)))(*leaves))
+        str(
+            jax.make_jaxpr(as_function(s.scheduler.schedule(smallest(s), segments=segments)))(
+                *leaves
+            )
+        )
         for s in (found, fresh)
     ]
     assert texts[0] == texts[1]
@@ -356,7 +362,7 @@ def test_a_segment_that_xla_did_not_run_again_is_named():
     step, args = chain(64, 64, 64)
     found = search(step, *args, host=True)
     (path,) = splittable(found.nest)
-    block = found.scheduler.schedule({}, {path: (4, 4)})
+    block = found.scheduler.schedule({}, segments={path: (4, 4)})
     text = compiled(found, block).hlo_text()
     assert verify.undone(block, text) == ()
     for depth in (1, 2):

@@ -86,8 +86,8 @@ def test_what_runs_again_is_said(found: Search):
     (path,) = splittable(found.nest)
     everything = {c.turn: frozenset(k.name for k in c.candidates) for c in found.choices}
     whole = found.evaluate(everything)
-    parted = found.evaluate(everything, {path: (4,)})
-    nested = found.evaluate(everything, {path: (2, 4)})
+    parted = found.evaluate(everything, segments={path: (4,)})
+    nested = found.evaluate(everything, segments={path: (2, 4)})
     assert len({whole.key, parted.key, nested.key}) == 3
     assert nested.seconds > parted.seconds > whole.seconds
     assert parted.temp_bytes < whole.temp_bytes
