@@ -89,6 +89,18 @@ class VerificationError(JaxmemError):
     """The compiled program is not what the plan says: over budget, or recomputation undone."""
 
 
+class MicrobatchError(JaxmemError, ValueError):
+    """A batch cannot be split as asked, or the results of its parts cannot be put together."""
+
+
+class AutoOutsideFitError(MicrobatchError):
+    """``jaxmem.AUTO`` was used where no fitted step is planned, so nothing can choose a number."""
+
+
+class MissingPackageError(JaxmemError, ImportError):
+    """An optional package that the call needs is not installed."""
+
+
 class EntryPointError(JaxmemError, ValueError):
     """``module:function`` on the command line does not name what jaxmem needs."""
 

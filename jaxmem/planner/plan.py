@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxmem.errors import PlanMismatchError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Action = Literal["keep", "recompute"]
 
 
@@ -109,6 +109,7 @@ class Plan:
         fingerprint: hash of the program the plan belongs to.
         kept: what is kept across each turn; empty where the program is unchanged.
         options: names and values of the XLA options the program is compiled with.
+        microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
     """
 
     function: str
@@ -131,6 +132,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
+    microbatches: int = 1
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

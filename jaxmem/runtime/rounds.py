@@ -41,13 +41,15 @@ class Outcome:
     compiled: Compiled
 
 
-def fit(compiler: Compiler, budget_bytes: int, report: Report) -> Outcome:
-    """A program within the budget.
+def fit(
+    compiler: Compiler, budget_bytes: int, report: Report, *, searches: int = _MOST_SEARCHES
+) -> Outcome:
+    """A program within the budget, compiling the results of at most ``searches`` searches.
 
     Raises:
         BudgetInfeasibleError: none was found.
     """
-    return _Rounds(compiler, budget_bytes, report).run()
+    return _Rounds(compiler, budget_bytes, report, min(searches, _MOST_SEARCHES)).run()
 
 
 def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
@@ -75,8 +77,11 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
 class _Rounds:
     """One planning run for one budget."""
 
-    def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
+    def __init__(
+        self, compiler: Compiler, budget_bytes: int, report: Report, searches: int = _MOST_SEARCHES
+    ):
         self.compiler, self.budget, self.report = compiler, budget_bytes, report
+        self.searches = searches
         self.search = compiler.search
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
@@ -184,7 +189,7 @@ class _Rounds:
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
-        for attempt in range(_MOST_SEARCHES):
+        for attempt in range(self.searches):
             solution = self.search.solve(limit)
             hopeless = attempt >= _MOST_FAILURES and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
