@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 
 from jaxmem.errors import MicrobatchError, MissingPackageError
 from jaxmem.program import nnx
-from jaxmem.program.batch import BatchCall, is_key
+from jaxmem.program.batch import BatchCall, has_explicit_axes, is_key
 from jaxmem.program.combining import Combined, Subtree, check_dtype, combined, subtrees
 from jaxmem.program.microbatches import AUTO, Auto, chosen
 
@@ -134,7 +134,9 @@ def _checked_number(microbatches: Any) -> Any:
 def _listed(option: str, given: Argnums | None) -> tuple[int | str, ...] | None:
     if given is None:
         return None
-    several = (given,) if isinstance(given, int | str) else tuple(given)
+    several: tuple[Any, ...] = (given,)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        several = tuple(given)
     if not all(isinstance(n, int | str) and not isinstance(n, bool) for n in several):
         raise MicrobatchError(
             f"{option} is {given!r}: it takes the number or name of an argument, or several, such "
@@ -181,15 +183,40 @@ class _Fold:
 
     def run(self, size: int) -> Any:
         """The result for the whole batch of ``size`` rows."""
+        rows = {n: jax.tree.map(jnp.asarray, self.call.values[n]) for n in self.call.batch}
+        loop = self.scan if any(map(has_explicit_axes, jax.tree.leaves(rows))) else self.optax
+        result, state = loop(rows, size // self.count)
+        self.objects.put_back(state)
+        return result
+
+    def optax(self, rows: Any, each: int) -> tuple[Any, Any]:
+        """The loop, with ``each`` of the rows in a microbatch."""
         optax = _optax()
         accumulator = optax.microbatching.Accumulator(
             init=self.start, update=self.update, finalize=self.finish, aggregate=None
         )
-        rows = {n: jax.tree.map(jnp.asarray, self.call.values[n]) for n in self.call.batch}
-        loop = optax.microbatch(lambda r: r, 0, size // self.count, accumulator=accumulator)
-        result, state = loop(rows)
-        self.objects.put_back(state)
-        return result
+        return optax.microbatch(lambda r: r, 0, each, accumulator=accumulator)(rows)
+
+    def scan(self, rows: Any, each: int) -> tuple[Any, Any]:
+        """The same where mesh axes are explicit.
+
+        Optax 0.2.8 compares versions as text, takes jax 0.10 for older than 0.7, and splits without
+        saying how the result is laid out, which explicit axes refuse.
+        """
+
+        def split(x: jax.Array) -> jax.Array:
+            mesh, (axis, *others) = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+            out = jax.NamedSharding(mesh, jax.P(axis, None, *others))
+            shape = (each, self.count, *x.shape[1:])
+            return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=out), 1, 0)
+
+        def body(carry: Any, numbered: Any) -> tuple[Any, None]:
+            index, part = numbered
+            return self.update(carry, part, index), None
+
+        parts = jax.tree.map(split, rows)
+        start = self.start(jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p), parts))
+        return self.finish(jax.lax.scan(body, start, (jnp.arange(self.count), parts))[0])
 
     def start(self, rows: Any) -> Any:
         """The carry before the first microbatch; the shapes of results are found out here."""

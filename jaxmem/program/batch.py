@@ -201,9 +201,13 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def has_explicit_axes(leaf: Any) -> bool:
+    """Whether the type of an array says how it is laid out over a mesh."""
+    mesh = jax.typeof(leaf).sharding.mesh
+    return mesh.are_all_axes_explicit and not mesh.empty
+
+
 def _local_rows(leaf: Any) -> int:
     """Rows on each device where the mesh says so in the type of the array, else 0."""
-    sharding = jax.typeof(leaf).sharding
-    if not sharding.mesh.are_all_axes_explicit or sharding.mesh.empty:
-        return 0
-    return sharding.shard_shape(leaf.shape)[0]
+    explicit = has_explicit_axes(leaf)
+    return jax.typeof(leaf).sharding.shard_shape(leaf.shape)[0] if explicit else 0
