@@ -97,10 +97,6 @@ class AutoOutsideFitError(MicrobatchError):
     """``jaxmem.AUTO`` was used where no fitted step is planned, so nothing can choose a number."""
 
 
-class MissingPackageError(JaxmemError, ImportError):
-    """An optional package that the call needs is not installed."""
-
-
 class EntryPointError(JaxmemError, ValueError):
     """``module:function`` on the command line does not name what jaxmem needs."""
 

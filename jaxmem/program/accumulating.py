@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from jaxmem.errors import MicrobatchError, MissingPackageError
+from jaxmem.errors import MicrobatchError
 from jaxmem.program import nnx
 from jaxmem.program.batch import BatchCall, has_explicit_axes, is_key
 from jaxmem.program.combining import Combined, Subtree, check_dtype, combined, subtrees
 from jaxmem.program.microbatches import AUTO, Auto, chosen
 
 Argnums = int | str | Sequence[int | str]
+
+# What the loop does is shown at the line of the user's that calls it, not in this file.
+source_info_util.register_exclusion(__file__)
 
 
 def accumulate(
@@ -79,11 +79,10 @@ def accumulate(
         MicrobatchError: the batch does not split into ``microbatches``, or a result cannot be put
             together from its parts.
         AutoOutsideFitError: ``jaxmem.AUTO`` outside of a fitted step.
-        MissingPackageError: the loop is that of ``optax.microbatch``, and optax is not installed.
 
     Cost:
         ``grad_fun`` is traced three times. The kernels are smaller, which a GPU may use less
-        well, and the batch is copied once into the order of its microbatches.
+        well.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x, y):
@@ -145,29 +144,16 @@ def _listed(option: str, given: Argnums | None) -> tuple[int | str, ...] | None:
     return several
 
 
-def _optax() -> ModuleType:
-    try:
-        optax = importlib.import_module("optax")
-    except ImportError as error:
-        raise MissingPackageError(
-            "jaxmem.accumulate splits batches and loops over them with optax.microbatch, and optax "
-            'is not installed: pip install "jaxmem[flax]".'
-        ) from error
-    # What the loop does is shown at the line of the user's that calls it, not in these files.
-    for code in (optax.microbatch, accumulate):
-        source_info_util.register_exclusion(inspect.getfile(code))
-    return optax
-
-
 @dataclass
 class _Fold:
-    """``optax.microbatch`` over the rows themselves, with ``grad_fun`` inside of its accumulator.
+    """One pass over the microbatches of a call.
 
-    Optax calls a function on each microbatch and hands what it returns to an accumulator. That
-    function cannot see what an earlier microbatch left (batch statistics, the state of NNX
-    objects) nor its own number (keys), and optax's accumulators add up in the dtype of the
-    results. An accumulator sees all three. So here the function gives the rows as they are, and
-    the accumulator does the rest; splitting, sharding and the loop are optax's.
+    The rows go to the microbatches as with ``optax.microbatch``, and results are added up alike,
+    but the loop is our own. In that of optax 0.2.8 a microbatch sees neither what an earlier one
+    left (batch statistics, the state of NNX objects) nor its own number (keys); sums are of the
+    dtype of the results; the batch is copied into the order of its microbatches, which for images
+    is what one wanted to save; and explicit mesh axes fail, because versions are compared as text
+    and jax 0.10 is taken for older than 0.7.
     """
 
     call: BatchCall
@@ -183,40 +169,20 @@ class _Fold:
 
     def run(self, size: int) -> Any:
         """The result for the whole batch of ``size`` rows."""
-        rows = {n: jax.tree.map(jnp.asarray, self.call.values[n]) for n in self.call.batch}
-        loop = self.scan if any(map(has_explicit_axes, jax.tree.leaves(rows))) else self.optax
-        result, state = loop(rows, size // self.count)
+        each = size // self.count
+        rows = {n: self.call.values[n] for n in self.call.batch}
+        rows = jax.tree.map(lambda x: _in_rows(jnp.asarray(x), each, self.count), rows)
+
+        def part(index: Any) -> Any:
+            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, False), rows)
+
+        def body(carry: Any, index: Any) -> tuple[Any, None]:
+            return self.update(carry, part(index), index), None
+
+        start = self.start(jax.eval_shape(part, 0))
+        result, state = self.finish(jax.lax.scan(body, start, jnp.arange(self.count))[0])
         self.objects.put_back(state)
         return result
-
-    def optax(self, rows: Any, each: int) -> tuple[Any, Any]:
-        """The loop, with ``each`` of the rows in a microbatch."""
-        optax = _optax()
-        accumulator = optax.microbatching.Accumulator(
-            init=self.start, update=self.update, finalize=self.finish, aggregate=None
-        )
-        return optax.microbatch(lambda r: r, 0, each, accumulator=accumulator)(rows)
-
-    def scan(self, rows: Any, each: int) -> tuple[Any, Any]:
-        """The same where mesh axes are explicit.
-
-        Optax 0.2.8 compares versions as text, takes jax 0.10 for older than 0.7, and splits without
-        saying how the result is laid out, which explicit axes refuse.
-        """
-
-        def split(x: jax.Array) -> jax.Array:
-            mesh, (axis, *others) = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-            out = jax.NamedSharding(mesh, jax.P(axis, None, *others))
-            shape = (each, self.count, *x.shape[1:])
-            return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=out), 1, 0)
-
-        def body(carry: Any, numbered: Any) -> tuple[Any, None]:
-            index, part = numbered
-            return self.update(carry, part, index), None
-
-        parts = jax.tree.map(split, rows)
-        start = self.start(jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p), parts))
-        return self.finish(jax.lax.scan(body, start, (jnp.arange(self.count), parts))[0])
 
     def start(self, rows: Any) -> Any:
         """The carry before the first microbatch; the shapes of results are found out here."""
@@ -268,6 +234,16 @@ class _Fold:
             tree = jax.tree.structure(piece.whole)
             results.append(carried[piece.rule] if piece.becomes else tree.unflatten(leaves))
         return self.prefix.unflatten(results), state
+
+
+def _in_rows(x: jax.Array, each: int, count: int) -> jax.Array:
+    """``[each, count, ...]``: microbatch ``i`` is ``[:, i]``, and nothing is copied or moved."""
+    shape = (each, count, *x.shape[1:])
+    if not has_explicit_axes(x):
+        return jnp.reshape(x, shape)
+    mesh, (axis, *others) = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    out = jax.NamedSharding(mesh, jax.P(axis, None, *others))
+    return jnp.reshape(x, shape, out_sharding=out)
 
 
 def _check_carried(fun: str, piece: Subtree, given: Any) -> None:
