@@ -18,14 +18,13 @@ from jaxmem.runtime import rounds
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.rounds import MOST_COMPILES, Outcome
-from jaxmem.targets.compiling import Compiled, memory_schedules
+from jaxmem.targets.compiling import Compiled
 
-# One compile each, before a number is planned in earnest.
-_MOST_PROBES = 2
-# What a number that is planned in earnest compiles besides its searches: the step as written and
-# the smallest program, each twice on a CPU; and, where searches do not fit, five small ones more.
-_FIXED_COMPILES = 4
-_SMALL_COMPILES = 5
+# First guesses that are compiled to see whether they fit; each tells what to make of the next
+# prediction, and on a CPU brings the two programs from which the order of operations is chosen.
+_MOST_PROBES = 3
+# The step as written with the number of microbatches that was found, twice on a CPU.
+_AS_WRITTEN_COMPILES = 2
 _AIM = 0.985
 
 
@@ -124,14 +123,13 @@ class _Choosing:
 
     def run(self) -> tuple[Traced, Outcome]:
         found = self._probed()
-        if found is not None:
-            left = MOST_COMPILES - len(self.rounds) - 1 - _FIXED_COMPILES
-            try:
-                return self._planned(found, left)
-            except BudgetInfeasibleError:
-                # The compiler made more of it with the options that suit its smallest program.
-                pass
-        return self._smallest()
+        if found is None:
+            return self._smallest()
+        left = MOST_COMPILES - self._compiles() - _AS_WRITTEN_COMPILES
+        return self._planned(*found, searches=max(left, 0))
+
+    def _compiles(self) -> int:
+        return sum(option.compiler.compiles for option in self.options.values())
 
     def option(self, count: int) -> _Option:
         if count not in self.options:
@@ -141,23 +139,31 @@ class _Choosing:
             self.options[count] = _Option(count, traced, compiler)
         return self.options[count]
 
-    def _probed(self) -> _Option | None:
-        """The quickest option that is predicted to fit, and whose first program does."""
+    def _probed(self) -> tuple[_Option, Solution | None] | None:
+        """The quickest schedule that is predicted to fit, and does."""
         room = self.budget - self.fixed
         for _ in range(_MOST_PROBES):
             best = self._quickest(int(room / self.scale * _AIM), int(room / self.written * _AIM))
             if best is None:
                 return None
             option, solution = best
-            self.report(f"compiling the step with {option.count} microbatches")
             compiler = option.compiler
-            options = memory_schedules(self.target)[-1] if solution else {}
-            compiled = compiler.compile(solution, options=options)
-            if compiled.memory.total_bytes <= self.budget:
-                return option
-            predicted = solution.temp_bytes if solution else compiler.search.keep_all.temp_bytes
-            name = f"probe, {option.count} microbatches"
-            self.rounds.append(self._round(name, self.fixed + predicted, compiled))
+            compiler.search.unpin()
+            self.report(f"compiling the step with {option.count} microbatches")
+            if solution is None:
+                compiled, problem = compiler.keep_all(), ""
+                predicted = compiler.search.keep_all.temp_bytes
+            else:
+                attempt = compiler.attempt(solution)
+                compiled, problem, predicted = (
+                    attempt.compiled,
+                    attempt.problem,
+                    solution.temp_bytes,
+                )
+            if compiled.memory.total_bytes <= self.budget and not problem:
+                return best
+            name = f"{option.count} microbatch{'es' * (option.count > 1)}"
+            self.rounds.append(self._round(name, self.fixed + predicted, compiled, problem))
             found = compiled.memory.temp_bytes / max(predicted, 1)
             self.written = max(self.written, found)
             self.scale = max(self.scale, found) if solution else self.scale
@@ -178,9 +184,8 @@ class _Choosing:
     def _smallest(self) -> tuple[Traced, Outcome]:
         """The number of microbatches with the smallest program; the same for every budget."""
         option = min(map(self.option, self.counts), key=lambda o: (o.smallest_bytes, o.count))
-        left = MOST_COMPILES - len(self.rounds) - _FIXED_COMPILES - _SMALL_COMPILES
         try:
-            return self._planned(option, max(left, 0))
+            return self._planned(option, None, searches=0)
         except BudgetInfeasibleError as error:
             tried = ", ".join(map(str, self.counts))
             raise BudgetInfeasibleError(
@@ -190,8 +195,11 @@ class _Choosing:
                 holders=error.holders,
             ) from None
 
-    def _planned(self, option: _Option, searches: int) -> tuple[Traced, Outcome]:
-        outcome = rounds.fit(option.compiler, self.budget, self.report, searches=searches)
+    def _planned(
+        self, option: _Option, start: Solution | None, *, searches: int
+    ) -> tuple[Traced, Outcome]:
+        compiler, report = option.compiler, self.report
+        outcome = rounds.fit(compiler, self.budget, report, searches=searches, start=start)
         first = self.options[1].compiler
         plan = replace(
             outcome.plan,
@@ -203,6 +211,6 @@ class _Choosing:
         )
         return option.traced, replace(outcome, plan=plan)
 
-    def _round(self, name: str, predicted: int, compiled: Compiled) -> Round:
+    def _round(self, name: str, predicted: int, compiled: Compiled, problem: str = "") -> Round:
         total = compiled.memory.total_bytes
-        return Round(name, self.budget, predicted, total, total <= self.budget)
+        return Round(name, self.budget, predicted, total, total <= self.budget, problem)

@@ -42,14 +42,28 @@ class Outcome:
 
 
 def fit(
-    compiler: Compiler, budget_bytes: int, report: Report, *, searches: int = _MOST_SEARCHES
+    compiler: Compiler,
+    budget_bytes: int,
+    report: Report,
+    *,
+    searches: int = _MOST_SEARCHES,
+    start: Solution | None = None,
 ) -> Outcome:
-    """A program within the budget, compiling the results of at most ``searches`` searches.
+    """A program within the budget.
+
+    Args:
+        compiler: for the target.
+        budget_bytes: bytes on each device.
+        report: shows progress.
+        searches: results of at most as many searches are compiled.
+        start: a solution to compile before any search.
 
     Raises:
         BudgetInfeasibleError: none was found.
     """
-    return _Rounds(compiler, budget_bytes, report, min(searches, _MOST_SEARCHES)).run()
+    run = _Rounds(compiler, budget_bytes, report)
+    run.searches, run.start = min(searches, _MOST_SEARCHES), start
+    return run.run()
 
 
 def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
@@ -77,11 +91,11 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
 class _Rounds:
     """One planning run for one budget."""
 
-    def __init__(
-        self, compiler: Compiler, budget_bytes: int, report: Report, searches: int = _MOST_SEARCHES
-    ):
+    searches: int = _MOST_SEARCHES
+    start: Solution | None = None
+
+    def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
         self.compiler, self.budget, self.report = compiler, budget_bytes, report
-        self.searches = searches
         self.search = compiler.search
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
@@ -100,6 +114,9 @@ class _Rounds:
             predicted = self.rounds[-1].predicted_bytes
             return Outcome(self._plan(None, predicted, plain), self.compiler.program.block, plain)
         self._note_trials()
+        if self.start is not None:
+            attempt = self.compiler.attempt(self.start)
+            self._record("first guess", self.start.temp_bytes, attempt)
         self._tighten()
         if not self.fitting:
             self._smallest_first()
