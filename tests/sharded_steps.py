@@ -109,6 +109,12 @@ def accumulated(axis_type: AxisType) -> None:
     moving = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute)\(")
     assert not moving.search(four.lower(ws, x).compile().as_text())
 
+    split = jax.device_put(W, NamedSharding(over, PartitionSpec(None, "d")))
+    columns = jax.value_and_grad(lambda w, x: (jnp.tanh(x) ** 2).sum() * (w**2).sum())
+    several = jaxmem.accumulate(columns, 4, reduce=("mean", "sum"), dtype=jnp.float32)
+    (_, grads), (_, expected) = jax.jit(several)(split[0], x), jax.jit(columns)(split[0], x)
+    same(expected, grads)
+
     def train(ws, x):
         grads = jaxmem.accumulate(jax.grad(loss), jaxmem.AUTO)(ws, x)
         return jax.tree.map(lambda a, g: a - 0.1 * g, ws, grads)

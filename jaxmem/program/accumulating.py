@@ -176,11 +176,11 @@ class _Fold:
         def part(index: Any) -> Any:
             return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, False), rows)
 
-        def body(carry: Any, index: Any) -> tuple[Any, None]:
-            return self.update(carry, part(index), index), None
+        def body(carry: Any, index: Any) -> tuple[Any, Any]:
+            return self.update(carry, part(index), index)
 
         start = self.start(jax.eval_shape(part, 0))
-        result, state = self.finish(jax.lax.scan(body, start, jnp.arange(self.count))[0])
+        result, state = self.finish(*jax.lax.scan(body, start, jnp.arange(self.count)))
         self.objects.put_back(state)
         return result
 
@@ -209,28 +209,31 @@ class _Fold:
         result = self.call.again({**rows, **carried, **keys, **objects})
         return result, self.objects.state(objects)
 
-    def update(self, carry: Any, rows: Any, index: Any) -> Any:
-        """The carry after one more microbatch."""
+    def update(self, carry: Any, rows: Any, index: Any) -> tuple[Any, Any]:
+        """The carry after one more microbatch, and what it has for each row."""
         sums, state, carried = carry
         result, state = self.microbatch(rows, state, carried, index)
         values = self.prefix.flatten_up_to(result)
-        added = []
+        added, each = [], []
         for piece, several, held, value in zip(
             self.pieces, self.combining, sums, values, strict=True
         ):
             if piece.becomes:
                 carried = {**carried, piece.rule: jax.tree.map(_strong, value)}
             leaves = jax.tree.leaves(value) if several else []
-            together = zip(several, held, leaves, strict=True)
-            added.append([c.add(sum_, leaf, index) for c, sum_, leaf in together])
-        return added, state, carried
+            added.append([c.add(h, x) for c, h, x in zip(several, held, leaves, strict=True)])
+            each.append(
+                [x if c.rule == "rows" else None for c, x in zip(several, leaves, strict=True)]
+            )
+        return (added, state, carried), each
 
-    def finish(self, carry: Any) -> Any:
+    def finish(self, carry: Any, stacked: Any) -> Any:
         """The result for the whole batch, and the state that the objects are left in."""
         sums, state, carried = carry
         results = []
-        for piece, several, held in zip(self.pieces, self.combining, sums, strict=True):
-            leaves = [c.finish(sum_) for c, sum_ in zip(several, held, strict=True)]
+        for n, (piece, several) in enumerate(zip(self.pieces, self.combining, strict=True)):
+            together = zip(several, sums[n], stacked[n], strict=True)
+            leaves = [c.finish(held, rows) for c, held, rows in together]
             tree = jax.tree.structure(piece.whole)
             results.append(carried[piece.rule] if piece.becomes else tree.unflatten(leaves))
         return self.prefix.unflatten(results), state

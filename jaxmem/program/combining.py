@@ -100,38 +100,42 @@ class Combined:
     axis: int = 0
 
     def start(self) -> Any:
-        """What the carry is before the first microbatch."""
-        if self.part.dtype == jax.dtypes.float0:
+        """What the carry is before the first microbatch; ``None`` where nothing is carried."""
+        if self.rule == "rows" or self.part.dtype == jax.dtypes.float0:
             return None
-        zeros = jnp.zeros_like(self.part, dtype=self.dtype)
-        if self.rule == "rows":
-            return jnp.broadcast_to(zeros, (self.count, *zeros.shape))
-        return zeros
+        sharding = explicit_sharding(self.part)
+        return jnp.zeros(self.part.shape, self.dtype, out_sharding=sharding)
 
-    def add(self, carry: Any, value: Any, index: Any) -> Any:
-        """The carry after microbatch ``index``."""
+    def add(self, carry: Any, value: Any) -> Any:
+        """The carry after one more microbatch."""
         if carry is None:
             return None
         if value.dtype != self.dtype or getattr(value, "weak_type", False):
             value = jax.lax.convert_element_type(value, self.dtype)
-        if self.rule == "rows":
-            return carry.at[index].set(value)
         return carry + value if self.rule in _ADDED else value
 
-    def finish(self, carry: Any) -> Any:
-        """The final value, of the dtype that the function gives."""
-        if carry is None:
-            return np.zeros(self.whole.shape, self.whole.dtype)
+    def finish(self, carry: Any, stacked: Any) -> Any:
+        """The final value, of the dtype that the function gives.
+
+        Args:
+            carry: after the last microbatch.
+            stacked: for ``"rows"`` the values of all microbatches, ``[microbatches, ...]``.
+        """
         if self.rule == "rows":
             # Row k of microbatch i is row k * count + i of the batch.
-            rows = jnp.moveaxis(carry, 0, self.axis + 1)
-            sharding = getattr(self.whole, "sharding", None)
-            explicit = sharding is not None and sharding.mesh.are_all_axes_explicit
-            wanted = sharding if explicit else None
-            return jnp.reshape(rows, self.whole.shape, out_sharding=wanted)
+            rows = jnp.moveaxis(stacked, 0, self.axis + 1)
+            return jnp.reshape(rows, self.whole.shape, out_sharding=explicit_sharding(self.whole))
+        if carry is None:
+            return np.zeros(self.whole.shape, self.whole.dtype)
         if self.rule == "mean":
             carry = carry / self.count
         return carry if carry.dtype == self.whole.dtype else carry.astype(self.whole.dtype)
+
+
+def explicit_sharding(shape: Any) -> Any:
+    """How a result is laid out where mesh axes are explicit, else ``None``."""
+    sharding = getattr(shape, "sharding", None)
+    return sharding if sharding is not None and sharding.mesh.are_all_axes_explicit else None
 
 
 def combined(subtree: Subtree, count: int, dtype: Any) -> list[Combined]:
