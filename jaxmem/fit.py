@@ -251,8 +251,9 @@ def fit(
         PlanMismatchError: the given plan was made for another program or other shapes.
 
     Cost:
-        Planning takes one trace and 1 to 12 compiles for each signature. Recomputation costs
-        what the plan predicts; a program that fits as written is left unchanged.
+        Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
+        trace for each number of microbatches tried. Recomputation costs what the plan predicts;
+        a program that fits as written is left unchanged.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):
