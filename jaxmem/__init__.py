@@ -8,10 +8,12 @@ import typing
 from jaxmem.errors import (
     AbstractCallError,
     ArgumentError,
+    AutoOutsideFitError,
     BudgetError,
     BudgetInfeasibleError,
     DonatedBufferError,
     JaxmemError,
+    MicrobatchError,
     MissingPluginError,
     PlanMismatchError,
     PolicyError,
@@ -26,18 +28,23 @@ if typing.TYPE_CHECKING:
     from jaxmem.planner.plan import Plan
     from jaxmem.planner.report import MemoryReport
     from jaxmem.policies.apply import remat
+    from jaxmem.program.accumulating import accumulate
+    from jaxmem.program.microbatches import AUTO
     from jaxmem.targets.target import Target
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUTO",
     "AbstractCallError",
     "ArgumentError",
+    "AutoOutsideFitError",
     "BudgetError",
     "BudgetInfeasibleError",
     "DonatedBufferError",
     "JaxmemError",
     "MemoryReport",
+    "MicrobatchError",
     "MissingPluginError",
     "Plan",
     "PlanMismatchError",
@@ -46,6 +53,7 @@ __all__ = [
     "TraceError",
     "UnknownTargetError",
     "VerificationError",
+    "accumulate",
     "analyze",
     "fit",
     "plan",
@@ -56,9 +64,11 @@ __all__ = [
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
 # line has chosen its platform): they are imported when first used.
 _HOMES = {
+    "AUTO": "jaxmem.program.microbatches",
     "MemoryReport": "jaxmem.planner.report",
     "Plan": "jaxmem.planner.plan",
     "Target": "jaxmem.targets.target",
+    "accumulate": "jaxmem.program.accumulating",
     "analyze": "jaxmem.fit",
     "fit": "jaxmem.fit",
     "plan": "jaxmem.fit",

@@ -93,6 +93,14 @@ class PolicyError(JaxmemError, ValueError):
     """A policy that contradicts itself, matches nothing, or asks for what JAX cannot do there."""
 
 
+class MicrobatchError(JaxmemError, ValueError):
+    """A batch cannot be split as asked, or the results of its parts cannot be put together."""
+
+
+class AutoOutsideFitError(MicrobatchError):
+    """``jaxmem.AUTO`` was used where no fitted step is planned, so nothing can choose a number."""
+
+
 class EntryPointError(JaxmemError, ValueError):
     """``module:function`` on the command line does not name what jaxmem needs."""
 

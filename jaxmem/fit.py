@@ -15,7 +15,8 @@ from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
-from jaxmem.runtime import rounds
+from jaxmem.program.microbatches import standing_for
+from jaxmem.runtime import microbatches, rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report, progress
@@ -73,7 +74,8 @@ class FittedStep:
         Under ``jax.disable_jit()`` the step runs as written, as it does under ``jax.jit``.
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._written(*args, **kwargs)
+            with standing_for(1):
+                return self._written(*args, **kwargs)
         with nnx.context((args, kwargs)):
             call = self._caller.take(args, kwargs)
             step = self._steps.get(call.key)
@@ -98,9 +100,8 @@ class FittedStep:
         with self._planning:
             step = self._steps.get(call.key)
             if step is None:
-                traced = self._trace(call)
-                inputs(traced.program, call)
-                step = Step.make(traced, self._fit(call, traced))
+                inputs(self._trace(call).program, call)
+                step = Step.make(*self._fit(call))
                 if self._verify == "full":
                     step.check_against_plain(call)
                 self._steps[call.key] = step
@@ -145,29 +146,35 @@ class FittedStep:
     ) -> tuple[Traced, Outcome, Call]:
         with nnx.context((args, kwargs)), self._planning:
             call = self._returned(self._caller.take(args, kwargs))
-            traced = self._trace(call)
-            return traced, self._fit(call, traced), call
+            return *self._fit(call), call
 
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
-            self._traced[call.key] = self._caller.trace(call)
+            given = self._given
+            count = given.microbatches if given is not None else 1
+            self._traced[call.key] = self._caller.trace(call, count, planned=given is not None)
         return self._traced[call.key]
 
-    def _fit(self, call: Call, traced: Traced) -> Outcome:
+    def _fit(self, call: Call) -> tuple[Traced, Outcome]:
+        traced = self._trace(call)
         if call.key not in self._outcomes:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
             compiler = Compiler(traced.program, target, check=bool(self._verify))
             with progress(self._progress, f"planning {self._caller.name}") as report:
-                self._outcomes[call.key] = (
-                    rounds.follow(compiler, self._given, budget_bytes, report)
-                    if self._given is not None
-                    else rounds.fit(compiler, budget_bytes, report)
-                )
-        return self._outcomes[call.key]
+                if self._given is not None:
+                    outcome = rounds.follow(compiler, self._given, budget_bytes, report)
+                elif traced.automatic:
+                    trace = functools.partial(self._caller.trace, call)
+                    chosen = microbatches.fit(traced, trace, compiler, budget_bytes, report)
+                    self._traced[call.key], outcome = chosen
+                else:
+                    outcome = rounds.fit(compiler, budget_bytes, report)
+            self._outcomes[call.key] = outcome
+        return self._traced[call.key], self._outcomes[call.key]
 
 
 class BoundStep:
@@ -267,8 +274,9 @@ def fit(
         PlanMismatchError: the given plan was made for another program or other shapes.
 
     Cost:
-        Planning takes one trace and 1 to 12 compiles for each signature. Recomputation costs
-        what the plan predicts; a program that fits as written is left unchanged.
+        Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
+        trace for each number of microbatches tried. Recomputation costs what the plan predicts;
+        a program that fits as written is left unchanged.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):

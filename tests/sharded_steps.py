@@ -5,6 +5,7 @@ Prints one line for every check that holds and ends with an error at the first t
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,51 @@ def data_parallel(axis_type: AxisType) -> None:
     assert 0.8 < plan.predicted_bytes / plan.compiled_bytes < 1.25
 
 
+def accumulated(axis_type: AxisType) -> None:
+    """Every microbatch has rows of every device, so none moves; AUTO keeps it so."""
+    over = mesh(axis_type)
+    ws = jax.device_put(W, NamedSharding(over, PartitionSpec()))
+    x = jax.device_put(X, NamedSharding(over, PartitionSpec("d")))
+
+    def rows(ws, x):
+        return loss(ws, x), (x**2).sum(1)
+
+    grad = jax.value_and_grad(rows, has_aux=True)
+    whole, four = jax.jit(grad), jax.jit(jaxmem.accumulate(grad, 4))
+    same(whole(ws, x), four(ws, x))
+    moving = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute)\(")
+    assert not moving.search(four.lower(ws, x).compile().as_text())
+
+    split = jax.device_put(W, NamedSharding(over, PartitionSpec(None, "d")))
+    columns = jax.value_and_grad(lambda w, x: (jnp.tanh(x) ** 2).sum() * (w**2).sum())
+    several = jaxmem.accumulate(columns, 4, reduce=("mean", "sum"), dtype=jnp.float32)
+    (_, grads), (_, expected) = jax.jit(several)(split[0], x), jax.jit(columns)(split[0], x)
+    same(expected, grads)
+
+    def train(ws, x):
+        grads = jaxmem.accumulate(jax.grad(loss), jaxmem.AUTO)(ws, x)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, ws, grads)
+
+    budget = int(0.5 * total_bytes(step, ws, x))
+    fitted = jaxmem.fit(train, budget=budget, progress=False)
+    same(jax.jit(step)(ws, x), fitted(ws, x))
+    plan = fitted.plan(ws, x)
+    assert plan.microbatches > 1
+    assert 256 % plan.microbatches == 0
+    assert plan.compiled_bytes <= budget
+
+
+def rows_of_each_device() -> None:
+    """Twelve rows over four devices are three each, which two microbatches cannot share."""
+    x = jax.device_put(X[:12], NamedSharding(mesh(AxisType.Explicit), PartitionSpec("d")))
+    try:
+        jaxmem.accumulate(jax.grad(loss), 2)(W, x)
+    except jaxmem.MicrobatchError as error:
+        assert "has 3 of its 12 rows on each device" in str(error), error
+    else:
+        raise AssertionError("a row was on two devices")
+
+
 def too_small_names_a_budget_that_works() -> None:
     over = mesh(AxisType.Auto)
     args = jax.device_put(W, NamedSharding(over, PartitionSpec())), X
@@ -153,6 +199,9 @@ def ambient_mesh() -> None:
 CHECKS = {
     "data parallel": lambda: data_parallel(AxisType.Auto),
     "explicit axes": lambda: data_parallel(AxisType.Explicit),
+    "accumulated": lambda: accumulated(AxisType.Auto),
+    "accumulated, explicit axes": lambda: accumulated(AxisType.Explicit),
+    "rows of each device": rows_of_each_device,
     "too small": too_small_names_a_budget_that_works,
     "fully sharded": fully_sharded_state,
     "jitted with shardings": jitted_with_shardings,

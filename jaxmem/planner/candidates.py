@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem import _compat
-from jaxmem.planner.level import kept_name
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.valleys import low_positions, valley_positions

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmem.planner.level import kept_name
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.problem import Choice, Kernel, Problem, Run
 from jaxmem.planner.problem import Turn as ProblemTurn
 from jaxmem.planner.schedule import Keep, StillKept, Turn

@@ -131,6 +131,7 @@ class Plan:
         kept: what is kept across each turn; empty where the program is unchanged.
         segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
+        microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
     """
 
     function: str
@@ -155,6 +156,7 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
     hosted: tuple[str, ...] = ()
+    microbatches: int = 1
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from operator import is_not
 
 from jaxmem.errors import ArgumentError
-from jaxmem.planner.level import Facts, Level, StillKept, Turns
+from jaxmem.planner.facts import Facts
+from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
 from jaxmem.planner.segments import Segments, refusal

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxmem.planner.candidates import TurnChoices, choices, stock_keeps
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
-from jaxmem.planner.level import kept_name
 from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.schedule import Keep, Scheduler, Turn
 from jaxmem.planner.segments import Segments, segment_choices, splittable

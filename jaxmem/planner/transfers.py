@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import ArgumentError
-from jaxmem.planner.level import BUFFERS, MOST_YOUNG, Facts, Level, Turns, kept_name
+from jaxmem.planner.facts import BUFFERS, Facts, kept_name
+from jaxmem.planner.level import MOST_YOUNG, Level, Turns
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of

@@ -20,6 +20,7 @@ from jaxmem import _compat
 from jaxmem.errors import ArgumentError, TraceError, is_library
 from jaxmem.program import leaves, nnx
 from jaxmem.program.ir import Leaf, Program, in_host_memory
+from jaxmem.program.microbatches import standing_for
 from jaxmem.program.trace import program_from_jaxpr
 
 # What JAX makes of a function depends on these; they can be changed between two calls.
@@ -76,10 +77,12 @@ class Traced:
     Attributes:
         program: what it does.
         rebuild: turns the flat results into what the step returns, and updates NNX arguments.
+        automatic: the sizes of the batches whose number of microbatches is ``jaxmem.AUTO``.
     """
 
     program: Program
     rebuild: Callable[[Sequence[Any]], Any]
+    automatic: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,12 @@ class Caller:
     def _argument(self, index: int) -> str:
         return self.parameters[index] if index < len(self.parameters) else f"args[{index}]"
 
-    def trace(self, call: Call) -> Traced:
+    def trace(self, call: Call, microbatches: int = 1, *, planned: bool = False) -> Traced:
         """Trace the function for a call.
+
+        Args:
+            call: the arguments.
+            microbatches: what ``jaxmem.AUTO`` stands for; ``planned`` says that a plan tells.
 
         Raises:
             TraceError: JAX cannot trace the function; an error of the function's own code is
@@ -239,7 +246,8 @@ class Caller:
         device = leaves.default_device()
         avals = [leaves.abstract(leaf) for leaf in call.leaves]
         try:
-            traced = jax.jit(flat).trace(*avals)
+            with standing_for(microbatches, planned=planned) as choice:
+                traced = jax.jit(flat).trace(*avals)
         except (
             jax.errors.JAXTypeError,
             jax.errors.UnexpectedTracerError,
@@ -256,7 +264,7 @@ class Caller:
             results=[Leaf(p) for p in told["paths"]],
             shardings=[leaves.layout(leaf, device) for leaf in call.leaves],
         )
-        return Traced(program, functools.partial(_rebuild, told))
+        return Traced(program, functools.partial(_rebuild, told), tuple(choice.sizes))
 
     def _run(self, call: Call, values: Sequence[Any]) -> Any:
         given = iter(values)

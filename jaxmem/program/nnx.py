@@ -116,6 +116,21 @@ def update_arrays(obj: Any, change: Callable[[Any], Any]) -> None:
     nnx.update(obj, jax.tree_util.tree_map(change, nnx.state(obj)))
 
 
+def pure(objects: tuple[Any, ...]) -> tuple[Any, Any]:
+    """How objects hang together, and their arrays; outside of any update context."""
+    return sys.modules["flax.nnx"].split(objects)
+
+
+def objects_of(graphdef: Any, state: Any) -> tuple[Any, ...]:
+    """New objects from what :func:`pure` made of others."""
+    return sys.modules["flax.nnx"].merge(graphdef, state)
+
+
+def update(objects: tuple[Any, ...], state: Any) -> None:
+    """Give objects the arrays of the objects that were made of them."""
+    sys.modules["flax.nnx"].update(objects, state)
+
+
 def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     """Inside the trace: the arguments as objects, and what to do with the result."""
     if not isinstance(pure, Split):

@@ -53,6 +53,11 @@ class Compiler:
         self.search = Search(self.program, rates, host=self.target.platform == "cpu")
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
+    @property
+    def compiles(self) -> int:
+        """How many programs were compiled."""
+        return len(self._compiled)
+
     def block(self, solution: Solution | None) -> Block:
         """The program of a solution; ``None`` stands for the program as written."""
         return self.search.schedule(solution) if solution else self.program.block

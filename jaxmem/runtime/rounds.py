@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.level import StillKept, kept_name
+from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.segments import refusal, splittable
@@ -46,13 +47,29 @@ class Outcome:
     hosting: Hosting = field(default_factory=Hosting)
 
 
-def fit(compiler: Compiler, budget_bytes: int, report: Report) -> Outcome:
+def fit(
+    compiler: Compiler,
+    budget_bytes: int,
+    report: Report,
+    *,
+    searches: int = _MOST_SEARCHES,
+    start: Solution | None = None,
+) -> Outcome:
     """A program within the budget.
+
+    Args:
+        compiler: for the target.
+        budget_bytes: bytes on each device.
+        report: shows progress.
+        searches: results of at most as many searches are compiled.
+        start: a solution to compile before any search.
 
     Raises:
         BudgetInfeasibleError: none was found.
     """
-    return _Rounds(compiler, budget_bytes, report).run()
+    run = _Rounds(compiler, budget_bytes, report)
+    run.searches, run.start = min(searches, _MOST_SEARCHES), start
+    return run.run()
 
 
 def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
@@ -80,6 +97,9 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
 class _Rounds:
     """One planning run for one budget."""
 
+    searches: int = _MOST_SEARCHES
+    start: Solution | None = None
+
     def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
         self.compiler, self.budget, self.report = compiler, budget_bytes, report
         self.search = compiler.search
@@ -100,6 +120,9 @@ class _Rounds:
             predicted = self.rounds[-1].predicted_bytes
             return Outcome(self._plan(None, predicted, plain), self.compiler.program.block, plain)
         self._note_trials()
+        if self.start is not None:
+            attempt = self.compiler.attempt(self.start)
+            self._record("first guess", self.start.temp_bytes, attempt)
         self._tighten()
         if not self.fitting:
             self._smallest_first()
@@ -229,7 +252,7 @@ class _Rounds:
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
-        for attempt in range(_MOST_SEARCHES):
+        for attempt in range(self.searches):
             solution = self.search.solve(limit)
             hopeless = attempt >= _MOST_FAILURES and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:

@@ -258,11 +258,15 @@ def _plan_verdict(plan: Plan) -> tuple[str, str]:
         words = "unchanged: keep-all fits"
     else:
         words = f"recomputes none of {values} values"
+    if plan.microbatches > 1:
+        rest = words if again else f"nothing recomputed, {_time_change(plan)}"
+        words = f"{plan.microbatches} microbatches, {rest}"
     over = plan.compiled_bytes - plan.budget_bytes
     if over > 0:
-        words = "over budget" if not again else f"over budget: {words}"
+        told = again or plan.microbatches > 1
+        words = f"over budget: {words}" if told else "over budget"
         return f"{words} ({format_bytes(over)} too much)", "bad"
-    return words, "changed" if again else "good"
+    return words, "changed" if again or plan.microbatches > 1 else "good"
 
 
 def _time_change(plan: Plan) -> str:

@@ -63,6 +63,16 @@ def test_clean_examples(text, shown):
             "changed",
         ),
         (
+            {"microbatches": 4},
+            "4 microbatches, recomputes 18 of 42 values, +6.1% predicted time (106ms a step)",
+            "changed",
+        ),
+        (
+            {"microbatches": 8, "decisions": (), "solver": "keep-all"},
+            "8 microbatches, nothing recomputed, +6.1% predicted time (106ms a step)",
+            "changed",
+        ),
+        (
             {"predicted_seconds": math.inf},
             "recomputes 18 of 42 values, predicted time unknown",
             "changed",

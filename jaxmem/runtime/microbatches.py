@@ -1,0 +1,216 @@
+"""Choose how many microbatches ``jaxmem.AUTO`` stands for.
+
+One, where the step as written fits. Otherwise every number that divides the batches is traced and
+searched on paper, and the quickest of those that are predicted to fit is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxmem.errors import BudgetInfeasibleError
+from jaxmem.planner.plan import Round
+from jaxmem.planner.search import Solution
+from jaxmem.program.calling import Traced
+from jaxmem.program.microbatches import counts
+from jaxmem.runtime import rounds
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.progress import Report
+from jaxmem.runtime.rounds import MOST_COMPILES, Outcome
+from jaxmem.targets.compiling import Compiled
+
+# First guesses that are compiled to see whether they fit; each tells what to make of the next
+# prediction, and on a CPU brings the two programs from which the order of operations is chosen.
+_MOST_PROBES = 3
+# The step as written with the number of microbatches that was found, twice on a CPU.
+_AS_WRITTEN_COMPILES = 2
+_AIM = 0.985
+
+
+def fit(
+    first: Traced,
+    trace: Callable[[int], Traced],
+    compiler: Compiler,
+    budget_bytes: int,
+    report: Report,
+) -> tuple[Traced, Outcome]:
+    """The step with a number of microbatches with which it fits, and its plan.
+
+    Args:
+        first: the step traced with one microbatch; ``compiler`` compiles it.
+        trace: traces it with another number.
+        compiler: for the target.
+        budget_bytes: bytes on each device.
+        report: shows progress.
+
+    Raises:
+        BudgetInfeasibleError: no number of microbatches leads to a plan that fits.
+    """
+    report("compiling the step as written")
+    plain = compiler.keep_all()
+    if plain.memory.total_bytes <= budget_bytes:
+        return first, rounds.fit(compiler, budget_bytes, report)
+    return _Choosing(first, trace, compiler, budget_bytes, report, plain).run()
+
+
+def splits(traced: Traced) -> tuple[int, ...]:
+    """Numbers of microbatches that divide every batch, and its rows on each device; ascending."""
+    program = traced.program
+    arguments = program.block.inputs[len(program.consts) :]
+    local = [
+        sharding.shard_shape(value.aval.shape)[0]
+        for value, sharding in zip(arguments, program.shardings, strict=True)
+        if sharding is not None and value.aval.shape[:1] in {(n,) for n in traced.automatic}
+    ]
+    return counts([*traced.automatic, *local])
+
+
+@dataclass(frozen=True, eq=False)
+class _Option:
+    """The step with one number of microbatches."""
+
+    count: int
+    traced: Traced
+    compiler: Compiler
+
+    @property
+    def smallest_bytes(self) -> int:
+        """Predicted temporaries of its smallest program."""
+        search = self.compiler.search
+        bases = search.bases() if search.choices else []
+        return min([search.keep_all.temp_bytes, *(base.temp_bytes for base in bases)])
+
+    def solve(self, limit_bytes: int, written_bytes: int) -> tuple[float, Solution | None] | None:
+        """Predicted seconds and schedule within a limit; ``None`` if none is predicted to fit.
+
+        Args:
+            limit_bytes: simulated temporaries that a schedule may have.
+            written_bytes: what they may be in the step as written, of which the compiler makes
+                more or less than it makes of a schedule.
+        """
+        search = self.compiler.search
+        as_written = search.keep_all.temp_bytes
+        if as_written <= written_bytes:
+            return search.keep_all.seconds, None
+        solution = search.solve(written_bytes if as_written <= limit_bytes else limit_bytes)
+        return None if solution is None else (solution.seconds, solution)
+
+
+class _Choosing:
+    """One choice for one budget."""
+
+    def __init__(
+        self,
+        first: Traced,
+        trace: Callable[[int], Traced],
+        compiler: Compiler,
+        budget_bytes: int,
+        report: Report,
+        plain: Compiled,
+    ):
+        self.trace, self.budget, self.report, self.plain = trace, budget_bytes, report, plain
+        self.target, self.check = compiler.target, compiler.check
+        self.options = {1: _Option(1, first, compiler)}
+        self.counts = splits(first)
+        self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
+        keep_all = compiler.search.keep_all.temp_bytes
+        self.written = max(plain.memory.temp_bytes, 1) / max(keep_all, 1)
+        # The simulator counts whole arrays, the compiler each device's part of them.
+        self.scale = self.written if compiler.program.sharded else 1.0
+        before = self.fixed + keep_all
+        self.rounds = [self._round("keep-all, 1 microbatch", before, plain)]
+
+    def run(self) -> tuple[Traced, Outcome]:
+        found = self._probed()
+        if found is None:
+            return self._smallest()
+        left = MOST_COMPILES - self._compiles() - _AS_WRITTEN_COMPILES
+        return self._planned(*found, searches=max(left, 0))
+
+    def _compiles(self) -> int:
+        return sum(option.compiler.compiles for option in self.options.values())
+
+    def option(self, count: int) -> _Option:
+        if count not in self.options:
+            self.report(f"tracing the step with {count} microbatches")
+            traced = self.trace(count)
+            compiler = Compiler(traced.program, self.target, check=self.check)
+            self.options[count] = _Option(count, traced, compiler)
+        return self.options[count]
+
+    def _probed(self) -> tuple[_Option, Solution | None] | None:
+        """The quickest schedule that is predicted to fit, and does."""
+        room = self.budget - self.fixed
+        for _ in range(_MOST_PROBES):
+            best = self._quickest(int(room / self.scale * _AIM), int(room / self.written * _AIM))
+            if best is None:
+                return None
+            option, solution = best
+            compiler = option.compiler
+            compiler.search.unpin()
+            self.report(f"compiling the step with {option.count} microbatches")
+            if solution is None:
+                compiled, problem = compiler.keep_all(), ""
+                predicted = compiler.search.keep_all.temp_bytes
+            else:
+                attempt = compiler.attempt(solution)
+                compiled, problem, predicted = (
+                    attempt.compiled,
+                    attempt.problem,
+                    solution.temp_bytes,
+                )
+            if compiled.memory.total_bytes <= self.budget and not problem:
+                return best
+            name = f"{option.count} microbatch{'es' * (option.count > 1)}"
+            self.rounds.append(self._round(name, self.fixed + predicted, compiled, problem))
+            found = compiled.memory.temp_bytes / max(predicted, 1)
+            self.written = max(self.written, found)
+            self.scale = max(self.scale, found) if solution else self.scale
+        return None
+
+    def _quickest(self, limit: int, written: int) -> tuple[_Option, Solution | None] | None:
+        best: tuple[float, _Option, Solution | None] | None = None
+        for count in self.counts:
+            option = self.option(count)
+            # More microbatches have more fixed costs: from here on all are slower than the best.
+            if best is not None and option.compiler.search.keep_all.seconds >= best[0]:
+                break
+            solved = option.solve(limit, written)
+            if solved is not None and (best is None or solved[0] < best[0]):
+                best = (solved[0], option, solved[1])
+        return None if best is None else (best[1], best[2])
+
+    def _smallest(self) -> tuple[Traced, Outcome]:
+        """The number of microbatches with the smallest program; the same for every budget."""
+        option = min(map(self.option, self.counts), key=lambda o: (o.smallest_bytes, o.count))
+        try:
+            return self._planned(option, None, searches=0)
+        except BudgetInfeasibleError as error:
+            tried = ", ".join(map(str, self.counts))
+            raise BudgetInfeasibleError(
+                f"{error}\n  That is with {option.count} microbatches; of {tried} they take least.",
+                budget_bytes=error.budget_bytes,
+                smallest_bytes=error.smallest_bytes,
+                holders=error.holders,
+            ) from None
+
+    def _planned(
+        self, option: _Option, start: Solution | None, *, searches: int
+    ) -> tuple[Traced, Outcome]:
+        compiler, report = option.compiler, self.report
+        outcome = rounds.fit(compiler, self.budget, report, searches=searches, start=start)
+        first = self.options[1].compiler
+        plan = replace(
+            outcome.plan,
+            microbatches=option.count,
+            keep_all_predicted_bytes=self.rounds[0].predicted_bytes,
+            keep_all_compiled_bytes=self.plain.memory.total_bytes,
+            keep_all_seconds=first.search.keep_all.seconds,
+            rounds=(*self.rounds, *outcome.plan.rounds[option.count == 1 :]),
+        )
+        return option.traced, replace(outcome, plan=plan)
+
+    def _round(self, name: str, predicted: int, compiled: Compiled, problem: str = "") -> Round:
+        total = compiled.memory.total_bytes
+        return Round(name, self.budget, predicted, total, total <= self.budget, problem)
