@@ -282,7 +282,7 @@ class Search:
             aim = int(aim * closer * limit_bytes / max(judged.temp_bytes, 1))
         others = [self.evaluate(s.keep, solver=s.solver) for s in self._simple_within(limit_bytes)]
         if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
-            others += self._in_segments()
+            others += [*self._in_segments(), *self._nested_smallest()]
         found = [s for s in (best, *others) if s is not None and s.temp_bytes <= limit_bytes]
         return min(found, key=lambda s: s.cost, default=None)
 
