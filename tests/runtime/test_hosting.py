@@ -50,7 +50,7 @@ def planned() -> jaxmem.Plan:
 
 
 def followed(plan: jaxmem.Plan, **options):
-    options = {"budget": "6MiB", "target": "h200", **options}
+    options = {"budget": "8MiB", "target": "h200", **options}
     return jaxmem.fit(step, donate_argnums=0, plan=plan, progress=False, **options)
 
 
