@@ -221,14 +221,14 @@ class _Play:
         exposed = self._transfer() if self.sent else 0.0
         born: list[list[int]] = [[] for _ in self.steps]
         dying: list[list[int]] = [[] for _ in self.steps]
-        brief = [0] * len(self.steps)
+        brief: list[list[int]] = [[] for _ in self.steps]
         returned = {self.now[value] for value in self.problem.results if value in self.now}
         spans = zip(self.value, self.start, self.end, strict=True)
         for instance, (value, start, end) in enumerate(spans):
             if instance in returned:
                 continue
             if start == end:
-                brief[start] += nbytes[value]
+                brief[start].append(nbytes[value])
             else:
                 born[start].append(nbytes[value])
                 dying[end].append(nbytes[value])
@@ -236,9 +236,9 @@ class _Play:
         for step, index in enumerate(self.steps):
             kernel = kernels[index]
             live += sum(born[step])
-            now = live + brief[step] + kernel.working_bytes
+            now = live + sum(brief[step]) + kernel.working_bytes
             if kernel.in_place and dying[step]:
-                now -= _taken(born[step], dying[step])
+                now -= _taken(born[step] + brief[step], dying[step])
             timeline.append(now)
             live -= sum(dying[step])
         again = sum([kernels[index].seconds for index in self.again])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem.planner.problem import Choice, Kernel, Problem, Turn
 from jaxmem.planner.solvers import milp
+from jaxmem.planner.solvers.answer import Clock
 from jaxmem.planner.solvers.chain import Option, Stage, Visit
 from jaxmem.planner.valleys import low_positions, valley_positions
 
@@ -37,10 +39,15 @@ class Cut:
 
 
 class Stages:
-    """The stages of a line, equal ones looked at once."""
+    """The stages of a line, equal ones looked at once.
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    Args:
+        problem: the line.
+        clock: when its time is over, stages are only looked at kept whole and not kept at all.
+    """
+
+    def __init__(self, problem: Problem, clock: Clock | None = None):
+        self.problem, self.clock = problem, clock or Clock(math.inf)
         self._known: dict[tuple, tuple[tuple[frozenset[int], ...], Stage]] = {}
         places = [(at + 1, held) for at, held in cut_places(problem) if at + 1 < problem.turn]
         bounds = [0, *(at for at, _ in places), problem.turn]
@@ -83,7 +90,7 @@ class Stages:
         inside = frozenset(n for n, v in enumerate(numbers) if v in handed)
         key = (sub.kernels, sub.nbytes, sub.turn, inside)
         if key not in self._known:
-            self._known[key] = _options(sub, inside)
+            self._known[key] = _options(sub, inside, self.clock)
         kept, stage = self._known[key]
         handed_bytes = sum(self.problem.nbytes[v] for v in handed)
         stage = Stage(stage.seconds, handed_bytes, stage.running_bytes, stage.options)
@@ -146,10 +153,14 @@ class Stages:
         return frozenset(held.intersection(self.problem.droppable))
 
 
-def _options(sub: Problem, handed: frozenset[int]) -> tuple[tuple[frozenset[int], ...], Stage]:
+def _options(
+    sub: Problem, handed: frozenset[int], clock: Clock
+) -> tuple[tuple[frozenset[int], ...], Stage]:
     """The ways to keep one stage, nothing first; what it hands on costs nothing more."""
     keeps = [frozenset[int]()]
-    for keep in milp.kept_within(sub, handed, _MOST_OPTIONS):
+    if clock.over():
+        keeps.append(frozenset(sub.droppable))
+    for keep in milp.kept_within(sub, handed, _MOST_OPTIONS, clock):
         if keep not in keeps:
             keeps.append(keep)
     runs = [sub.run(sub.keeping(keep)) for keep in keeps]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxmem.planner.problem import Choice, Problem, Run
-from jaxmem.planner.solvers.answer import Answer, Limits
+from jaxmem.planner.solvers.answer import Answer, Clock, Limits, best_of
 from jaxmem.planner.solvers.chain import ChainTable
 from jaxmem.planner.stages import Stages
 
@@ -14,39 +16,72 @@ _SPARE = 1.25
 
 
 class Blocks:
-    """The choices of a chain of blocks."""
+    """The choices of a chain of blocks.
 
-    def __init__(self, problem: Problem):
-        self.problem, self.stages = problem, Stages(problem)
+    Nothing is offloaded: a chain that may use host memory is solved as if there were none.
+
+    Args:
+        problem: the line.
+        clock: when its time is over stages are looked at less closely, and without a table.
+    """
+
+    def __init__(self, problem: Problem, clock: Clock | None = None):
+        self.problem, self.stages = problem, Stages(problem, clock)
         self._tables: dict[int, ChainTable] = {}
         self._runs: dict[Choice, Run] = {}
 
-    def solve(self, limits: Limits) -> Answer | None:
-        """The fastest choice of the chain within the limits; ``None`` if there is none."""
-        found = self._largest(limits, int(limits.device_bytes * _SPARE))
-        if found is None:
+    def solve(self, limits: Limits, clock: Clock | None = None) -> Answer | None:
+        """The fastest choice of the chain within the limits; ``None`` if there is none.
+
+        Args:
+            limits: what may be used.
+            clock: one that runs already; otherwise ``limits.seconds`` begin now. When its time is
+                over the answer is the best there is by then, and says so.
+        """
+        clock = clock or Clock(limits.seconds)
+        found = [best_of(self.problem, limits, self._simple())]
+        table = self._table(int(limits.device_bytes * _SPARE), clock)
+        if table is not None:
+            found.append(self._largest(table, limits, clock))
+        best = min([f for f in found if f is not None], key=_cost, default=None)
+        if best is None:
             return None
         why = f"{len(self.stages.cuts)} stages, of which {self.stages.distinct} are distinct"
-        return Answer(*found, "MILP per block + chain DP", why)
+        if clock.ran_out:
+            why += "; its time limit ended it"
+        return Answer(*best, "MILP per block + chain DP", why)
+
+    def _simple(self) -> list[Choice]:
+        """Everything kept, and what stages hand on with each of them kept in the same way."""
+        cuts = self.stages.cuts
+        handed = frozenset[int]().union(*(cut.handed for cut in cuts))
+        most = max(len(cut.options) for cut in cuts)
+        keeps = [
+            handed.union(*(cut.options[min(n, len(cut.options) - 1)] for cut in cuts))
+            for n in range(most)
+        ]
+        return [self.problem.keep_all, *(self.problem.keeping(keep) for keep in keeps)]
 
     def smallest(self, most_bytes: int) -> tuple[Choice, Run] | None:
         """The choice with the smallest peak, of those that should need less than ``most_bytes``."""
-        table = self._table(most_bytes)
+        table = self._table(most_bytes, Clock(math.inf))
+        assert table is not None
         for slots in range(table.slots + 1):
             found = self._at(table, slots)
             if found is not None:
                 return found
         return None
 
-    def _largest(self, limits: Limits, most_bytes: int) -> tuple[Choice, Run] | None:
+    def _largest(
+        self, table: ChainTable, limits: Limits, clock: Clock
+    ) -> tuple[Choice, Run] | None:
         """The choice for the most memory of the table that stays within the limits on the line.
 
         Stages share what is handed on and the table rounds up, so the memory of the table is not
         quite that of the line; one grows with the other.
         """
-        table = self._table(most_bytes)
         low, high, best = -1, table.slots + 1, None
-        while high - low > 1:
+        while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
             if found is None or limits.allow(found[1]):
@@ -57,11 +92,15 @@ class Blocks:
                 high = middle
         return best
 
-    def _table(self, most_bytes: int) -> ChainTable:
+    def _table(self, most_bytes: int, clock: Clock) -> ChainTable | None:
+        """The table for that many bytes; ``None`` if there is no time to fill one."""
         if most_bytes not in self._tables:
             slot_bytes = max(1, -(-most_bytes // _SLOTS))
             slots = -(-most_bytes // slot_bytes)
-            self._tables[most_bytes] = ChainTable(self.stages.chain, slot_bytes, slots)
+            table = ChainTable(self.stages.chain, slot_bytes, slots, clock.over)
+            if not table.complete:
+                return None
+            self._tables[most_bytes] = table
         return self._tables[most_bytes]
 
     def _at(self, table: ChainTable, slots: int) -> tuple[Choice, Run] | None:
@@ -88,4 +127,5 @@ def _cost(found: tuple[Choice, Run]) -> tuple[float, int]:
 
 def solve(problem: Problem, limits: Limits) -> Answer | None:
     """The fastest choice of the chain within the limits; ``None`` if there is none."""
-    return Blocks(problem).solve(limits)
+    clock = Clock(limits.seconds)
+    return Blocks(problem, clock).solve(limits, clock)

@@ -11,7 +11,7 @@ where memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +89,7 @@ class ChainTable:
         stages: the chain.
         slot_bytes: the unit in which memory is counted; sizes are rounded up to it.
         slots: how much memory there is, in that unit.
+        over: says that there is no time left; the table is then not ``complete`` and knows nothing.
 
     Attributes:
         again: [stages, stages, slots + 1]: seconds of forward work to have done the backward passes
@@ -96,7 +97,13 @@ class ChainTable:
         first: [stages, slots + 1]: the same for the first way forward, from s to the end.
     """
 
-    def __init__(self, stages: Sequence[Stage], slot_bytes: int, slots: int):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        slot_bytes: int,
+        slots: int,
+        over: Callable[[], bool] | None = None,
+    ):
         self.stages, self.slot_bytes, self.slots = stages, slot_bytes, slots
         count = len(stages)
         self.forward = np.concatenate([[0.0], np.cumsum([s.seconds for s in stages])])
@@ -106,7 +113,10 @@ class ChainTable:
         self.first = np.full((count, slots + 1), np.inf)
         # The same with what is handed to the segment taken from the memory.
         self._again_held, self._first_held = self.again.copy(), self.first.copy()
+        self.complete = False
         for length in range(1, count + 1):
+            if over is not None and over():
+                return
             for s in range(count - length + 1):
                 t = s + length - 1
                 self.again[s, t] = self._least(s, t, first=False)
@@ -114,6 +124,7 @@ class ChainTable:
         for s in range(count - 1, -1, -1):
             self.first[s] = self._least(s, count - 1, first=True)
             self._first_held[s] = self._taking(self.first[s], self.handed[s - 1])
+        self.complete = True
 
     def _slots_of(self, nbytes: int) -> int:
         return min(-(-nbytes // self.slot_bytes), self.slots + 1)

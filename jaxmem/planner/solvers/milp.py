@@ -59,19 +59,23 @@ def solve(
     return _answer(best, bound, f"stopped after {most_cuts} cuts")
 
 
-def kept_within(problem: Problem, free: frozenset[int], count: int) -> Iterator[frozenset[int]]:
+def kept_within(
+    problem: Problem, free: frozenset[int], count: int, clock: Clock | None = None
+) -> Iterator[frozenset[int]]:
     """For ``count`` numbers of bytes the kept sets after which the least has to be made again.
 
     Args:
         problem: the line; its memory is not looked at, only what is kept.
         free: values whose bytes do not count.
         count: how many numbers of bytes, from everything down to nothing.
+        clock: ends it early; without one it goes on to the end.
     """
+    clock = clock or Clock(math.inf)
     sizes = {v: 0 if v in free else problem.nbytes[v] for v in problem.droppable}
     total = sum(sizes.values())
     for share in range(count, -1, -1):
         model = _Model(problem, None, sizes, total * share // count)
-        found = model.solve(math.inf)
+        found = None if clock.over() else model.solve(clock.left())
         if found is not None:
             yield found[1][0].keep
 
