@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.problem import Problem
-from jaxmem.planner.solvers import blocks, local, milp
+from jaxmem.planner.solvers import blocks, exhaustive, local, milp
 from jaxmem.planner.solvers.answer import Answer, Clock, Limits
 from jaxmem.planner.stages import cut_places
 
@@ -17,16 +17,17 @@ MOST_EXACT = 24
 # A chain has at least this many stages.
 FEWEST_STAGES = 3
 # Cuts after which the exact solver gives up and says what is open.
-_MOST_CUTS = 400
+_MOST_CUTS = 100
 
 
 def solve(problem: Problem, limits: Limits, solver: str = "auto") -> Answer | None:
     """The best choice that a solver finds within the limits; ``None`` if it finds none.
 
-    ``"auto"`` takes what proves most in reasonable time: a line with few values that can be dropped
-    is solved exactly by ``"milp"``, a chain of stages by ``"chain"``, and any other line by
-    ``"local"``. Where that finds nothing, or its time ends before it finds anything, ``"local"``
-    answers. ``Answer.why`` says which it was, why, and whether a time limit cut it short.
+    ``"auto"`` takes what proves most in reasonable time: of a line with hardly any values that can
+    be dropped every choice is tried, one with few is solved exactly by ``"milp"``, a chain of
+    stages by ``"chain"``, and any other line by ``"local"``. Where that finds nothing, or its time
+    ends before it finds anything, ``"local"`` answers. ``Answer.why`` says which it was, why, and
+    whether a time limit cut it short.
 
     Args:
         problem: the line.
@@ -45,7 +46,7 @@ def solve(problem: Problem, limits: Limits, solver: str = "auto") -> Answer | No
     >>> line.run(line.keep_all).peak_bytes, answer.run.peak_bytes, answer.run.recompute_seconds
     (16, 12, 1.0)
     >>> answer.why
-    '3 values can be dropped, few enough for MILP: optimal, after 0 cuts'
+    '3 values can be dropped, few enough to try all: optimal, of 8 choices'
     """
     if solver not in SOLVERS:
         raise ArgumentError(
@@ -66,7 +67,9 @@ def _offloads(problem: Problem, limits: Limits) -> bool:
 
 def _auto(problem: Problem, limits: Limits) -> Answer | None:
     count = len(problem.droppable)
-    if count <= MOST_EXACT:
+    if exhaustive.count(problem, limits) <= exhaustive.MOST_CHOICES:
+        chosen, reason = exhaustive.solve, f"{count} values can be dropped, few enough to try all"
+    elif count <= MOST_EXACT:
         chosen, reason = _milp, f"{count} values can be dropped, few enough for MILP"
     else:
         stages = 1 + sum(1 for _ in cut_places(problem))
@@ -76,7 +79,7 @@ def _auto(problem: Problem, limits: Limits) -> Answer | None:
         chosen, reason = blocks.solve, f"a chain of {stages} stages"
     clock = Clock(limits.seconds)
     answer = chosen(problem, limits)
-    if answer is None:
+    if answer is None and not (chosen is exhaustive.solve and clock.left() > 0):
         answer = local.solve(problem, replace(limits, seconds=max(0.0, clock.left())))
         reason += ", which found nothing"
     return _because(reason, answer)

@@ -68,8 +68,8 @@ class Blocks:
         assert table is not None
         for slots in range(table.slots + 1):
             found = self._at(table, slots)
-            if found is not None:
-                return found
+            if found:
+                return min(found, key=lambda f: (f[1].peak_bytes, f[1].seconds))
         return None
 
     def _largest(
@@ -84,10 +84,10 @@ class Blocks:
         while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
-            if found is None or limits.allow(found[1]):
+            fitting = [f for f in found if limits.allow(f[1])]
+            if fitting or not found:
                 low = middle
-                if found is not None:
-                    best = found if best is None else min(best, found, key=_cost)
+                best = min([*fitting, *([best] if best else [])], key=_cost, default=None)
             else:
                 high = middle
         return best
@@ -103,22 +103,22 @@ class Blocks:
             self._tables[most_bytes] = table
         return self._tables[most_bytes]
 
-    def _at(self, table: ChainTable, slots: int) -> tuple[Choice, Run] | None:
-        """The choice for that much memory of the table, and what it needs on the line."""
+    def _at(self, table: ChainTable, slots: int) -> list[tuple[Choice, Run]]:
+        """The choices for that much memory of the table, and what they need on the line.
+
+        What is made again once and then held until it is not needed any more takes less time and
+        more memory than what the table means: it is another choice, and often it fits, too.
+        """
         solution = table.solution(slots)
         if solution is None:
-            return None
+            return []
         choice = self.stages.choice(solution.visits)
-        if choice not in self._runs:
-            self._runs[choice] = self.problem.run(choice)
-        run = self._runs[choice]
-        if len(choice) > 1:
-            once = choice[:1]
-            if once not in self._runs:
-                self._runs[once] = self.problem.run(once)
-            if _cost((once, self._runs[once])) <= _cost((choice, run)):
-                return once, self._runs[once]
-        return choice, run
+        found = []
+        for each in dict.fromkeys((choice, choice[:1])):
+            if each not in self._runs:
+                self._runs[each] = self.problem.run(each)
+            found.append((each, self._runs[each]))
+        return found
 
 
 def _cost(found: tuple[Choice, Run]) -> tuple[float, int]:

@@ -132,11 +132,21 @@ class _Model:
             self.rows.at_least({c: -float(sizes[v]) for v, c in self.keep.items()}, -float(most))
 
     def needs(self) -> None:
-        """What is read late is there; a kernel that runs again has its operands."""
+        """What is read late is there; a kernel that runs again has its operands.
+
+        What nothing reads late is only kept for a kernel that runs again. Keeping it otherwise
+        changes nothing, and each such choice would have to be excluded by a cut of its own.
+        """
+        readers: dict[int, dict[int, float]] = {v: {} for v in self.values}
+        for kernel, column in self.again.items():
+            for value in set(self.problem.kernels[kernel].reads).intersection(readers):
+                readers[value][column] = 1.0
         late = {v for k in self.problem.kernels[self.problem.turn :] for v in k.reads}
         for value in self.values:
             if value in late:
                 self.rows.at_least(self._there(value), 1.0)
+            else:
+                self.rows.at_least({**readers[value], self.keep[value]: -1.0}, 0.0)
             both = {self.keep[value]: -1.0}
             if self.hosts:
                 both[self.offload[value]] = -1.0

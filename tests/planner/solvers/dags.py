@@ -84,23 +84,26 @@ def dag(rng: random.Random, most: int = 8, *, offload: bool = False) -> Dag:
     values = [_value(rng, f"x{n}") for n in range(rng.randint(1, 2))]
     inputs = tuple(values)
     ops: list[Op] = []
+    residuals: list[Value] = []
     early = rng.randint(max(1, most // 2), most)
     for index in range(early + rng.randint(2, most)):
-        # Early kernels read what was made lately, late ones residuals at random and what was made
+        # Early kernels read what was made lately, late ones anything made early and what was made
         # last: a forward and a backward pass.
-        recent = values[-4:] if index < early else values
-        operands = {rng.choice(recent) for _ in range(rng.randint(1, 3))}
-        if rng.random() < 0.7:
+        there = values[-4:] if index < early else residuals
+        operands = {rng.choice(there) for _ in range(rng.randint(1, 3 if index < early else 2))}
+        if rng.random() < 0.8:
             operands.add(values[-1])
         results = [_value(rng, f"v{index}.{n}") for n in range(rng.choice((1, 1, 1, 2)))]
         eqn = IN_PLACE if rng.random() < 0.3 else OPAQUE
         ops.append(Op(eqn, sorted(operands, key=lambda v: str(v.key)), tuple(results)))
         values.extend(results)
+        if index < early:
+            residuals = values[len(inputs) :]
     made = values[len(inputs) :]
     outputs = {rng.choice(made) for _ in range(rng.randint(0, 2))} | {made[-1]}
     block = Block("", inputs, tuple(ops), tuple(sorted(outputs, key=lambda v: str(v.key))))
     seconds = {op: rng.choice(SECONDS) for op in ops}
-    working = {op: 4 * rng.choice((0, 0, 0, 2, 6)) if op.eqn is OPAQUE else 0 for op in ops}
+    working = {op: 4 * rng.choice((0, 0, 0, 1, 4)) if op.eqn is OPAQUE else 0 for op in ops}
     once = frozenset(op for op in ops[:early] if rng.random() < 0.15)
     judge = Judge(seconds, working)
     rates = (rng.choice((2.0, 8.0, 40.0)), rng.choice((2.0, 8.0, 40.0))) if offload else (0.0, 0.0)
