@@ -41,12 +41,15 @@ class Stage:
         handed_bytes: what it hands to the next stage.
         running_bytes: the most bytes one run forward needs beyond what it was handed.
         options: ways to keep it; the first one keeps nothing.
+        passing_bytes: the most bytes one run forward needs with what it was handed, where that is
+            not held; as many as ``running_bytes`` if a stage writes over what it was handed.
     """
 
     seconds: float
     handed_bytes: int
     running_bytes: int
     options: tuple[Option, ...]
+    passing_bytes: int = 0
 
 
 class Visit(NamedTuple):
@@ -109,6 +112,10 @@ class ChainTable:
         self.forward = np.concatenate([[0.0], np.cumsum([s.seconds for s in stages])])
         self.handed = [self._slots_of(s.handed_bytes) for s in stages]
         self.running = [self._slots_of(s.running_bytes) for s in stages]
+        self.passing = [
+            max(running, self._slots_of(s.passing_bytes))
+            for running, s in zip(self.running, stages, strict=True)
+        ]
         self.again = np.full((count, count, slots + 1), np.inf)
         self.first = np.full((count, slots + 1), np.inf)
         # The same with what is handed to the segment taken from the memory.
@@ -166,7 +173,7 @@ class ChainTable:
         after = self._first_held[s + 2 : t + 1] if first else self._again_held[s + 2 : t + 1, t]
         cost = after + self.again[s, s + 1 : t]
         cost = cost + (self.forward[s + 2 : t + 1] - self.forward[s])[:, None]
-        running = np.maximum.accumulate(self.running[s:t])[1:]
+        running = np.maximum.accumulate([self.running[s], *self.passing[s + 1 : t]])[1:]
         cost[np.arange(self.slots + 1)[None, :] < running[:, None]] = np.inf
         return cost
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -38,20 +38,23 @@ def test_every_homogeneous_chain_is_revolves_optimum():
 
 
 def homogeneous(length: int) -> Problem:
-    """``length`` steps forward that each read what the one before made, and as many back."""
+    """``length`` steps forward that each read what the one before made, a loss, as many back.
+
+    The loss is the last step of Revolve, which goes forward and back at once.
+    """
     forward = [Kernel(1.0, (n,), (n + 1,), in_place=True) for n in range(length)]
     loss = Kernel(0.0, (length,), (length + 1,))
-    back = [Kernel(0.0, (n, length + 1), ()) for n in range(length - 1, 0, -1)]
+    back = [Kernel(0.0, (n, length + 1), ()) for n in range(length - 1, -1, -1)]
     return Problem((*forward, loss, *back), (*[1] * (length + 1), 0), length)
 
 
-@pytest.mark.parametrize("slots", (3, 4, 6))
+@pytest.mark.parametrize("slots", (2, 3, 4, 6))
 @pytest.mark.parametrize("length", (5, 12, 30))
 def test_a_homogeneous_line_is_solved_as_revolve_does(length: int, slots: int):
-    answer = blocks.solve(homogeneous(length), Limits(slots))
+    answer = blocks.solve(homogeneous(length - 1), Limits(slots))
     assert answer is not None
     assert answer.run.peak_bytes <= slots
-    assert answer.run.recompute_seconds == max(0, revolve(length, slots) - (length - 1))
+    assert answer.run.recompute_seconds == revolve(length, slots) - (length - 1)
 
 
 def test_a_table_without_time_knows_nothing():
@@ -74,48 +77,47 @@ def heterogeneous(rng: random.Random, length: int) -> Problem:
 def least_again(problem: Problem, limit: int) -> float | None:
     """Seconds of steps forward beyond the first way, by Dijkstra over what is in memory.
 
-    A state is what is in memory and which step goes back next. Steps: make a value next to one that
-    is there, drop one that is there, go back. The input of the line is always there.
+    A state is which step goes back next and what is in memory; the input of the line always is.
     """
-    length = problem.turn
-    sizes, kernels = problem.nbytes, problem.kernels
-    start = (length, frozenset[int]())
-    best: dict[tuple[int, frozenset[int]], float] = {start: 0.0}
-    queue: list[tuple[float, int, tuple[int, ...]]] = [(0.0, length, ())]
+    start = (problem.turn, frozenset[int]())
+    best = {start: 0.0}
+    queue: list[tuple[float, int, tuple[int, ...]]] = [(0.0, problem.turn, ())]
     while queue:
         cost, back, listed = heapq.heappop(queue)
         held = frozenset(listed)
         if cost > best[back, held]:
             continue
         if back == 0:
-            return cost - sum(k.seconds for k in kernels[:length])
-        after: list[tuple[float, int, frozenset[int]]] = []
-        if back in held:
-            after.append((cost, back - 1, held - {back}))
-        for value in held:
-            after.append((cost, back, held - {value}))
-        for step in range(back):
-            there = step == 0 or step in held
-            if there and step + 1 not in held:
-                more = held | {step + 1}
-                if sum(sizes[v] for v in more) <= limit:
-                    after.append((cost + kernels[step].seconds, back, more))
-        for seconds, place, values in after:
-            if seconds < best.get((place, values), math.inf):
-                best[place, values] = seconds
-                heapq.heappush(queue, (seconds, place, tuple(sorted(values))))
+            return cost - sum(k.seconds for k in problem.kernels[: problem.turn])
+        for more, place, values in moves(problem, limit, back, held):
+            if cost + more < best.get((place, values), math.inf):
+                best[place, values] = cost + more
+                heapq.heappush(queue, (cost + more, place, tuple(sorted(values))))
     return None
 
 
-@functools.cache
+def moves(
+    problem: Problem, limit: int, back: int, held: frozenset[int]
+) -> Iterator[tuple[float, int, frozenset[int]]]:
+    """Go back, drop a value, or make one next to one that is there."""
+    if back in held:
+        yield 0.0, back - 1, held - {back}
+    for value in held:
+        yield 0.0, back, held - {value}
+    for step in range(back):
+        more = held | {step + 1}
+        there = step == 0 or step in held
+        if there and more != held and sum(problem.nbytes[v] for v in more) <= limit:
+            yield problem.kernels[step].seconds, back, more
+
+
 def ratios() -> tuple[list[float], int]:
     """Seconds over the least there are, for every chain and limit, and how many it left open."""
     rng = random.Random(0)
     found, nothing = [], 0
-    for _ in range(30):
-        problem = heterogeneous(rng, rng.randint(3, 6))
-        most = sum(problem.nbytes[1:])
-        for limit in range(2, most + 1):
+    for length in (3, 3, 4, 4, 4, 5, 5, 5, 5, 6):
+        problem = heterogeneous(rng, length)
+        for limit in range(2, sum(problem.nbytes[1:]) + 1, length - 2):
             least = least_again(problem, limit)
             if least is None:
                 assert blocks.solve(problem, Limits(limit)) is None
@@ -129,17 +131,19 @@ def ratios() -> tuple[list[float], int]:
     return found, nothing
 
 
-def test_the_exhaustive_search_is_revolves_where_stages_are_equal():
-    for length in range(1, 7):
-        for slots in range(2, 6):
-            least = least_again(homogeneous(length), slots)
-            # A step forward that is not in place needs two slots: one snapshot less.
-            assert least == max(0, revolve(length, slots - 1) - (length - 1)) or length == 1
+def test_the_exhaustive_search_by_hand():
+    """Of x1, x2, x3 two fit, and x3 is needed first: x1 or x2 runs again, the cheaper way."""
+    forward = [Kernel(s, (n,), (n + 1,)) for n, s in enumerate((1.0, 4.0, 2.0))]
+    late = [Kernel(0.0, (3,), (4,)), *(Kernel(0.0, (n, 4), ()) for n in (2, 1))]
+    problem = Problem((*forward, *late), (0, 1, 1, 1, 0), 3)
+    assert least_again(problem, 3) == 0.0
+    assert least_again(problem, 2) == 1.0
+    assert least_again(problem, 1) is None
 
 
 def test_chains_of_different_stages_are_within_one_percent_of_the_optimum():
     found, nothing = ratios()
-    assert len(found) > 150
+    assert len(found) > 30
     assert nothing == 0
     assert min(found) >= 1 - 1e-9
     assert math.exp(sum(map(math.log, found)) / len(found)) <= 1.01
