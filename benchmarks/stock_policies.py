@@ -118,7 +118,9 @@ def traced(name: str) -> Program:
 
 
 def policies(search: Search) -> Iterator[Solution]:
-    """Every stock policy, each kept set once."""
+    """Every stock policy, each kept set once; none where there is nothing to decide."""
+    if not search.choices:
+        return
     seen = set()
     for name, keep in stock_keeps(search.choices):
         solution = replace(search.evaluate(keep), solver=name)
