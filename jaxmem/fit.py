@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jaxmem.errors import ArgumentError
+from jaxmem.planner.frontier import Frontier
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
@@ -19,6 +20,7 @@ from jaxmem.program.microbatches import standing_for
 from jaxmem.runtime import microbatches, rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.frontier import POINTS, curve
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
@@ -128,6 +130,16 @@ class FittedStep:
         traced, outcome = self._planned(args, kwargs)
         return report_on(traced.program, self._target(), outcome.block, outcome.compiled)
 
+    def frontier(
+        self, *args: Any, points: int = POINTS, compile: bool = False, **kwargs: Any
+    ) -> Frontier:
+        """As :func:`jaxmem.frontier`, for the target of the step and whatever its budget is."""
+        with nnx.context((args, kwargs)), self._planning:
+            traced = self._trace(self._caller.take(args, kwargs))
+        compiler = Compiler(traced.program, self._target(), check=bool(self._verify))
+        with progress(self._progress, f"frontier of {self._caller.name}") as report:
+            return curve(compiler, points, compile, report)
+
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The positional arguments, every array where the plan wants it.
 
@@ -199,6 +211,10 @@ class BoundStep:
     def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
         """As :meth:`FittedStep.report`."""
         return self.__func__.report(self.__self__, *args, **kwargs)
+
+    def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
+        """As :meth:`FittedStep.frontier`."""
+        return self.__func__.frontier(self.__self__, *args, **kwargs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As :meth:`FittedStep.place`, for the arguments after the instance."""

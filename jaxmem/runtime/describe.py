@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxmem.errors import Holder
+from jaxmem.planner.candidates import Candidate
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.plan import Decision
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution
@@ -33,6 +36,7 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     paired = {
         id(inner.block.ops[pair.forward]) for inner in search.nest.walk() for pair, _ in inner.pairs
     }
+    feeds = _feeds(search, solution) if solution else {}
     found = []
     for members in search.groups.values():
         again = [c for t, c in members if solution and _made_again(solution, t, c.name)]
@@ -44,6 +48,17 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
         decision = _decision(
             first.name, first.value, origin, len(members), len(again), nbytes, seconds
         )
+        decision = replace(
+            decision,
+            again_seconds=sum(c.seconds for _, c in members),
+            feeds=sum(feeds.get(c.name, 0) for _, c in members),
+            modules=_modules(origin.module, [c for _, c in members]),
+            again=tuple(
+                n
+                for n, (t, c) in enumerate(members)
+                if solution and _made_again(solution, t, c.name)
+            ),
+        )
         if (
             not again
             and solution
@@ -53,6 +68,43 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
         found.append(decision)
     found += _fused_residuals(search, solution, names)
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
+
+
+def _modules(module: str, members: Sequence[Candidate]) -> tuple[str, ...]:
+    """The module path of each of equal values; nothing where there is only one."""
+    modules = tuple(origin_of(candidate.op).module for candidate in members)
+    return () if all(m == module for m in modules) else modules
+
+
+def _feeds(search: Search, solution: Solution) -> Counter[str]:
+    """For each kept value how many of those that are recomputed are made from it directly."""
+    found: Counter[str] = Counter()
+    blocks = {inner.block.path: inner.block for inner in search.nest.walk()}
+    for choice in search.choices:
+        path, turn = choice.turn
+        made = {v: op for op in blocks[path].ops[:turn] for v in op.outputs}
+        names = {c.name for c in choice.candidates}
+        for candidate in choice.candidates:
+            if _made_again(solution, choice.turn, candidate.name):
+                found.update(_read_from(candidate.op, made, names))
+    return found
+
+
+def _read_from(op: Op, made: Mapping[Value, Op], names: Set[str]) -> set[str]:
+    """The values of ``names`` that ``op`` reads, also through what is part of its kernel."""
+    seen, found, left = {op}, set(), list(op.values)
+    while left:
+        value = left.pop()
+        maker = made.get(value)
+        if maker is None or maker in seen:
+            continue
+        name = kept_name(maker, value)
+        if name in names:
+            found.add(name)
+        else:
+            seen.add(maker)
+            left += maker.values
+    return found
 
 
 def _fused_residuals(

@@ -15,6 +15,7 @@ from jaxmem.planner.segments import refusal, splittable
 from jaxmem.program.ir import Block, Hosting
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
+from jaxmem.runtime.larger import larger
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
     Compiled,
@@ -204,6 +205,7 @@ class _Rounds:
                 budget_bytes=self.budget,
                 compiled_bytes=total,
                 rounds=tuple(self.rounds),
+                larger=plan.larger if self.budget == plan.budget_bytes else None,
             ),
             self.compiler.block(solution),
             compiled,
@@ -326,6 +328,8 @@ class _Rounds:
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
+        block = self.compiler.block(solution)
+        simulation = search.simulator.step(block) if solution else keep_all
         return Plan(
             function=program.name,
             target=target.name,
@@ -361,6 +365,8 @@ class _Rounds:
                 program.arguments[n].path for n in sorted(solution.hosted if solution else ())
             ),
             notes=tuple(notes),
+            larger=larger(search, solution, decisions, compiled, self.rounds, self.budget),
+            holders=describe.holders(program, search.nest, block, simulation),
             options=tuple(sorted(self._options(solution, compiled).items())),
         )
 
