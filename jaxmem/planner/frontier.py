@@ -131,7 +131,7 @@ class Frontier:
         """
         if ax is None:
             try:
-                import matplotlib.pyplot as plt
+                import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
             except ImportError as error:
                 raise MissingExtraError(
                     f'plot() needs matplotlib ({error}): pip install "jaxmem[notebook]"'
@@ -150,8 +150,9 @@ class Frontier:
         return ax
 
     def _bytes(self, budget: int | str | None) -> int:
-        is_share = budget is None or (isinstance(budget, str) and "%" in budget)
-        return parse_budget(budget, self.device_bytes) if is_share else parse_bytes(budget)
+        if budget is None or (isinstance(budget, str) and "%" in budget):
+            return parse_budget(budget, self.device_bytes)
+        return parse_bytes(budget)
 
     def __str__(self) -> str:
         from jaxmem.show.curve import frontier_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxmem.errors import Holder
@@ -36,9 +36,18 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     paired = {
         id(inner.block.ops[pair.forward]) for inner in search.nest.walk() for pair, _ in inner.pairs
     }
-    feeds = _feeds(search, solution) if solution else {}
+    ran = set(_run_again(search.schedule(solution))) if solution else set()
+    feeds = _feeds(search, solution, ran) if solution else {}
     found = []
-    for members in search.groups.values():
+    for everything in search.groups.values():
+        # What is dropped and not made again does not live from the forward to the backward pass.
+        members = [
+            (turn, c)
+            for turn, c in everything
+            if not solution or c.op.origin in ran or _stays(solution, turn, c.name)
+        ]
+        if not members:
+            continue
         again = [c for t, c in members if solution and _made_again(solution, t, c.name)]
         first = members[0][1]
         if id(first.op) in paired and not again:
@@ -70,13 +79,22 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
 
 
+def _run_again(block: Block) -> Iterator[Op]:
+    """The user's own operations that a schedule runs more than once, in its loops too."""
+    for op in block.ops:
+        if op.recompute and not (op.barrier or op.transfer):
+            yield op.origin
+        if op.loop is not None:
+            yield from _run_again(op.loop.body)
+
+
 def _modules(module: str, members: Sequence[Candidate]) -> tuple[str, ...]:
     """The module path of each of equal values; nothing where there is only one."""
     modules = tuple(origin_of(candidate.op).module for candidate in members)
     return () if all(m == module for m in modules) else modules
 
 
-def _feeds(search: Search, solution: Solution) -> Counter[str]:
+def _feeds(search: Search, solution: Solution, ran: Set[Op]) -> Counter[str]:
     """For each kept value how many of those that are recomputed are made from it directly."""
     found: Counter[str] = Counter()
     blocks = {inner.block.path: inner.block for inner in search.nest.walk()}
@@ -85,7 +103,8 @@ def _feeds(search: Search, solution: Solution) -> Counter[str]:
         made = {v: op for op in blocks[path].ops[:turn] for v in op.outputs}
         names = {c.name for c in choice.candidates}
         for candidate in choice.candidates:
-            if _made_again(solution, choice.turn, candidate.name):
+            again = _made_again(solution, choice.turn, candidate.name)
+            if again and candidate.op.origin in ran:
                 found.update(_read_from(candidate.op, made, names))
     return found
 
@@ -150,6 +169,11 @@ def _made_again(solution: Solution, turn: Turn, name: str) -> bool:
     """Whether a value is dropped at its turn, or with the whole iteration that it is of."""
     kept = solution.keep.get(turn)
     return (kept is not None and name not in kept) or _in_segments(solution, turn[0])
+
+
+def _stays(solution: Solution, turn: Turn, name: str) -> bool:
+    """Whether a value is kept, or dropped with the whole iteration that it is of."""
+    return not _made_again(solution, turn, name) or _in_segments(solution, turn[0])
 
 
 def _in_segments(solution: Solution, path: str) -> bool:
