@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 import jax
 
 from jaxmem.errors import ArgumentError
-from jaxmem.planner.frontier import Frontier
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
@@ -20,7 +19,6 @@ from jaxmem.program.microbatches import standing_for
 from jaxmem.runtime import microbatches, rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.frontier import POINTS, curve
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
@@ -47,6 +45,7 @@ class FittedStep:
         verify: Verify,
         progress: bool | Report | None,
         plan: Plan | None = None,
+        host_budget: Budget = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         if verify not in (True, False, "full"):
@@ -63,6 +62,9 @@ class FittedStep:
         self._budget, self._wanted_target = budget, target
         self._verify, self._progress, self._given = verify, progress, plan
         check_budget(budget)
+        if host_budget is not None and host_budget != 0:
+            check_budget(host_budget)
+        self._host_budget = host_budget
         if target is not None:
             Target.resolve(target)
         self._traced: dict[Hashable, Traced] = {}
@@ -130,16 +132,6 @@ class FittedStep:
         traced, outcome = self._planned(args, kwargs)
         return report_on(traced.program, self._target(), outcome.block, outcome.compiled)
 
-    def frontier(
-        self, *args: Any, points: int = POINTS, compile: bool = False, **kwargs: Any
-    ) -> Frontier:
-        """As :func:`jaxmem.frontier`, for the target of the step and whatever its budget is."""
-        with nnx.context((args, kwargs)), self._planning:
-            traced = self._trace(self._caller.take(args, kwargs))
-        compiler = Compiler(traced.program, self._target(), check=bool(self._verify))
-        with progress(self._progress, f"frontier of {self._caller.name}") as report:
-            return curve(compiler, points, compile, report)
-
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The positional arguments, every array where the plan wants it.
 
@@ -163,6 +155,21 @@ class FittedStep:
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)
 
+    def _host_bytes(self, target: Target) -> int | None:
+        """Host memory for each device; ``None`` leaves it for what fits in no other way."""
+        if self._host_budget is None:
+            return None
+        if self._host_budget == 0:
+            return 0
+        if target.platform == "cpu":
+            raise ArgumentError(
+                f"host_budget={self._host_budget!r}, and {target.name} computes in host memory: "
+                "there is nowhere to move anything. Leave host_budget out, or name a GPU."
+            )
+        return parse_budget(
+            self._host_budget, target.host_bytes // target.devices_per_host, "the host's share"
+        )
+
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
             given = self._given
@@ -184,7 +191,8 @@ class FittedStep:
                     chosen = microbatches.fit(traced, trace, compiler, budget_bytes, report)
                     self._traced[call.key], outcome = chosen
                 else:
-                    outcome = rounds.fit(compiler, budget_bytes, report)
+                    host_bytes = self._host_bytes(target)
+                    outcome = rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes)
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
 
@@ -212,10 +220,6 @@ class BoundStep:
         """As :meth:`FittedStep.report`."""
         return self.__func__.report(self.__self__, *args, **kwargs)
 
-    def frontier(self, *args: Any, **kwargs: Any) -> Frontier:
-        """As :meth:`FittedStep.frontier`."""
-        return self.__func__.frontier(self.__self__, *args, **kwargs)
-
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As :meth:`FittedStep.place`, for the arguments after the instance."""
         return self.__func__.place(self.__self__, *args, **kwargs)[1:]
@@ -232,6 +236,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    host_budget: Budget = None,
 ) -> FittedStep: ...
 @overload
 def fit(
@@ -244,6 +249,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    host_budget: Budget = None,
 ) -> Callable[[Callable[..., Any]], FittedStep]: ...
 def fit(
     fun: Callable[..., Any] | None = None,
@@ -255,6 +261,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    host_budget: Budget = None,
 ) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
     """A train step that runs inside a byte budget and computes the same thing.
 
@@ -277,6 +284,10 @@ def fit(
         progress: show what planning does; ``None`` shows it in a terminal.
         plan: a plan made before, such as ``Plan.load(path)``: it is compiled and checked, and
             nothing is searched.
+        host_budget: host memory for each device, written like ``budget``. ``None`` uses the host
+            only where nothing fits without: values that cross from forward to backward, and an
+            optimizer's moments, are then kept there. A number lets plans use it to be faster,
+            ``0`` never.
 
     Returns:
         A callable like ``fun`` with ``.plan``, ``.place``, ``.lower`` and ``.report``.
@@ -316,6 +327,7 @@ def fit(
         "verify": verify,
         "progress": progress,
         "plan": plan,
+        "host_budget": host_budget,
     }
     if fun is None:
         return lambda f: FittedStep(f, **options)
@@ -331,6 +343,7 @@ def plan(
     static_argnums: int | Sequence[int] = (),
     verify: bool = True,
     progress: bool | Report | None = None,
+    host_budget: Budget = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan that :func:`fit` would follow, without running anything.
@@ -339,7 +352,7 @@ def plan(
         fun: the step, or a step that is fitted already (its own settings are then used).
         *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
         budget: as for :func:`fit`; ``target``, ``donate_argnums``, ``static_argnums``,
-            ``verify`` and ``progress`` too.
+            ``verify``, ``progress`` and ``host_budget`` too.
 
     Raises:
         BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
@@ -358,6 +371,7 @@ def plan(
             static_argnums=None if static_argnums == () else static_argnums,
             verify=None if verify is True else verify,
             progress=progress,
+            host_budget=host_budget,
         )
         return fun.plan(*args, **kwargs)
     fitted = FittedStep(
@@ -368,6 +382,7 @@ def plan(
         static_argnums=static_argnums,
         verify=verify,
         progress=progress,
+        host_budget=host_budget,
     )
     return fitted.plan(*args, **kwargs)
 

@@ -8,8 +8,11 @@ from typing import Any
 from jaxmem.errors import ArgumentError
 from jaxmem.fit import BoundStep, FittedStep, _refuse
 from jaxmem.planner.frontier import Frontier
-from jaxmem.runtime.frontier import POINTS
+from jaxmem.program import nnx
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.frontier import POINTS, curve
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.progress import progress as show_progress
 from jaxmem.targets.target import Target
 
 
@@ -28,7 +31,8 @@ def frontier(
 
     Use it before choosing a budget. It runs nothing and changes nothing. The figures are those of
     jaxmem's simulator, not of the compiler, unless ``compile`` is set; :func:`jaxmem.plan` for a
-    budget on the curve finds a program that the compiler confirms. ``jaxmem.AUTO`` stands for 1.
+    budget on the curve finds a program that the compiler confirms. Host memory is not used, and
+    ``jaxmem.AUTO`` stands for 1.
 
     Args:
         fun: the step, or a step that is fitted already (its own settings are then used).
@@ -63,7 +67,6 @@ def frontier(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ArgumentError(f"points is {points!r}: it takes a whole number of 2 or more.")
-    options = {"points": points, "compile": compile}
     if isinstance(fun, FittedStep | BoundStep):
         _refuse(
             fun,
@@ -72,14 +75,26 @@ def frontier(
             static_argnums=None if static_argnums == () else static_argnums,
             progress=progress,
         )
-        return fun.frontier(*args, **options, **kwargs)
-    step = FittedStep(
-        fun,
-        budget=None,
-        target=target,
-        donate_argnums=donate_argnums,
-        static_argnums=static_argnums,
-        verify=True,
-        progress=progress,
-    )
-    return step.frontier(*args, **options, **kwargs)
+        step = fun.__func__ if isinstance(fun, BoundStep) else fun
+        args = (fun.__self__, *args) if isinstance(fun, BoundStep) else args
+    else:
+        step = FittedStep(
+            fun,
+            budget=None,
+            target=target,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            verify=True,
+            progress=progress,
+        )
+    return _of_step(step, args, kwargs, points, compile)
+
+
+def _of_step(
+    step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any], points: int, compile: bool
+) -> Frontier:
+    with nnx.context((args, kwargs)):
+        program = step._caller.trace(step._caller.take(args, kwargs)).program
+    compiler = Compiler(program, step._target(), check=bool(step._verify))
+    with show_progress(step._progress, f"frontier of {step._caller.name}") as report:
+        return curve(compiler, points, compile, report)

@@ -79,8 +79,10 @@ class Filler:
             self._known[key] = self._evaluate(keep)
         return self._known[key]
 
-    def best(self, starts: list[Solution], limit_bytes: int) -> Solution:
-        """The best that filling the starts and exchanging groups leads to."""
+    def best(self, starts: list[Solution], limit_bytes: int, *, thorough: bool = True) -> Solution:
+        """The best that filling the starts leads to, and unless in haste exchanging groups."""
+        if not thorough:
+            return self.fill(min(starts, key=lambda s: s.cost), limit_bytes)
         filled = [self.fill(start, limit_bytes) for start in starts]
         filled.append(self.fill(starts[0], limit_bytes, self._by_trial(starts[0])))
         return self.improve(min(filled, key=lambda s: s.cost), limit_bytes)
@@ -144,10 +146,10 @@ class Filler:
 
         each = sum(c.nbytes for _, c in members) // len(members)
         likely = (limit_bytes - best.temp_bytes) // max(1, each)
-        return _most(attempt, len(members), likely) or best
+        return most(attempt, len(members), likely) or best
 
 
-def _most(attempt: Callable[[int], Solution | None], count: int, likely: int) -> Solution | None:
+def most(attempt: Callable[[int], Solution | None], count: int, likely: int) -> Solution | None:
     """The result for the largest number up to ``count`` that works, searched from a guess.
 
     What works for a number works for smaller ones, so the search gallops away from ``likely``

@@ -53,7 +53,6 @@ class Frontier:
         device_bytes: what a budget of ``"100%"`` stands for.
         points: from the smallest peak to the fastest step.
         stock: the step as written and what policies without a planner give, for comparison.
-        notes: anything the user should know.
         compiled: whether every point was compiled.
         fingerprint: hash of the program.
     """
@@ -64,7 +63,6 @@ class Frontier:
     points: tuple[Point, ...]
     stock: tuple[Point, ...]
     fingerprint: str
-    notes: tuple[str, ...] = ()
     compiled: bool = False
 
     def at(self, budget: int | str | None) -> Point:

@@ -38,12 +38,17 @@ class FusedLine:
         """The values of a kept set."""
         return frozenset([v for v, name in self.names.items() if name in names])
 
-    def run(self, keep: Keep, main: Turn) -> Run:
-        """What a kept set needs on paper; ``main`` is where the late part starts."""
-        turns = sorted((turn[1], self.numbers(kept)) for turn, kept in keep.items())
-        choice = tuple([ProblemTurn(bisect_left(self.places, at), kept) for at, kept in turns])
-        assert choice[0].at == self.problem.turn, main
-        return self.problem.run(choice)
+    def run(self, keep: Keep, offload: Keep | None = None) -> Run:
+        """What a kept set needs on paper."""
+        away = offload or {}
+        turns = sorted((turn[1], turn, kept) for turn, kept in keep.items())
+        choice = []
+        for at, turn, kept in turns:
+            moved = self.numbers(away[turn]) if turn in away else frozenset[int]()
+            place = bisect_left(self.places, at)
+            choice.append(ProblemTurn(place, self.numbers(kept) - moved, moved))
+        assert choice[0].at == self.problem.turn
+        return self.problem.run(tuple(choice))
 
     def keep_of(self, choice: Choice, main: Turn) -> dict[Turn, frozenset[str]]:
         """The kept sets that a choice stands for."""

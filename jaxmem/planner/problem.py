@@ -10,9 +10,12 @@ in (tests/planner/test_problem.py). The written-out program has the last word al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -136,39 +139,58 @@ class Problem:
 
     def run(self, choice: Choice) -> Run:
         """Play a choice through on paper."""
-        return _Play(self, choice).run()
+        return _Play(self, choice, self._before_turn).run()
+
+    @functools.cached_property
+    def _before_turn(self) -> _Play:
+        """The way forward, which is the same for every choice."""
+        play = _Play(self, ())
+        for index in range(self.turn):
+            play.step(index)
+        return play
+
+    @functools.cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds and working bytes of every kernel, bytes of every value."""
+        seconds = np.array([k.seconds for k in self.kernels], float)
+        working = np.array([k.working_bytes for k in self.kernels], int)
+        return seconds, working, np.array(self.nbytes, int)
 
 
 class _Play:
-    """One run of a line: which kernels run, in which order, and what lives meanwhile."""
+    """One run of a line: which kernels run, in which order, and what lives meanwhile.
 
-    def __init__(self, problem: Problem, choice: Choice):
+    Each value made is an instance; made again, or fetched, it is another one.
+    """
+
+    def __init__(self, problem: Problem, choice: Choice, before: _Play | None = None):
         self.problem, self.choice = problem, choice
-        self.kernels, self.made = problem.kernels, problem.made
-        # Instances of values: a value made again, or fetched, is another instance.
-        self.value: list[int] = []
-        self.start: list[int] = []
-        self.end: list[int] = []
-        self.now: dict[int, int] = {}
+        self.value: list[int] = list(before.value) if before else []
+        self.start: list[int] = list(before.start) if before else []
+        self.end: list[int] = list(before.end) if before else []
+        self.now: dict[int, int] = dict(before.now) if before else {}
+        self.steps: list[int] = list(before.steps) if before else []
+        # For kernels that work in place: step, operands, and the first instance that they make.
+        self.in_place: list[tuple[int, list[int], int]] = list(before.in_place) if before else []
         self.gone: set[int] = set()
         self.dropped: set[int] = set()
-        self.steps: list[int] = []
         self.again: list[int] = []
         self.sent: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
 
     def run(self) -> Run:
         turns = {turn.at: turn for turn in self.choice}
-        for index in range(len(self.kernels)):
+        kernels, gone = self.problem.kernels, self.gone
+        for index in range(self.problem.turn, len(kernels)):
             turn = turns.get(index)
             if turn is not None:
                 self._pass(turn)
-            kernel = self.kernels[index]
-            if self.gone and not self.gone.isdisjoint(kernel.reads):
-                for position in self._missing(kernel.reads):
+            reads = kernels[index].reads
+            if gone and not gone.isdisjoint(reads):
+                for position in self._missing(reads):
                     self.again.append(position)
-                    self._step(position, again=True)
-            self._step(index)
+                    self.step(position, again=True)
+            self.step(index)
         return self._judge()
 
     def _pass(self, turn: Turn) -> None:
@@ -183,30 +205,34 @@ class _Play:
                 self.dropped.add(value)
 
     def _missing(self, values: Sequence[int]) -> list[int]:
+        gone, made, kernels = self.gone, self.problem.made, self.problem.kernels
         positions: set[int] = set()
-        stack = [v for v in values if v in self.gone]
+        stack = [v for v in values if v in gone]
         while stack:
-            position = self.made[stack.pop()]
+            position = made[stack.pop()]
             if position not in positions:
                 positions.add(position)
-                stack.extend([v for v in self.kernels[position].reads if v in self.gone])
+                stack.extend([v for v in kernels[position].reads if v in gone])
         return sorted(positions)
 
-    def _step(self, index: int, again: bool = False) -> None:
-        kernel, step = self.kernels[index], len(self.steps)
+    def step(self, index: int, again: bool = False) -> None:
+        kernel, step, now, end = self.problem.kernels[index], len(self.steps), self.now, self.end
         self.steps.append(index)
         for value in kernel.reads:
-            instance = self.now.get(value)
+            instance = now.get(value)
             if instance is None:
                 if value not in self.sent:
                     continue  # An argument of the line.
-                instance = self.now[value] = self.fetched[value] = self._new(value, step)
-            self.end[instance] = step
+                instance = now[value] = self.fetched[value] = self._new(value, step)
+            end[instance] = step
+        if kernel.in_place:
+            operands = [now[v] for v in kernel.reads if v in now]
+            self.in_place.append((step, operands, len(self.value)))
         for value in kernel.makes:
             instance = self._new(value, step)
             if not again or value in self.dropped:
                 self.gone.discard(value)
-                self.now[value] = instance
+                now[value] = instance
 
     def _new(self, value: int, step: int) -> int:
         instance = len(self.value)
@@ -216,47 +242,52 @@ class _Play:
         return instance
 
     def _judge(self) -> Run:
-        kernels, nbytes = self.kernels, self.problem.nbytes
-        compute = sum([kernels[index].seconds for index in self.steps])
-        exposed = self._transfer() if self.sent else 0.0
-        born: list[list[int]] = [[] for _ in self.steps]
-        dying: list[list[int]] = [[] for _ in self.steps]
-        brief = [0] * len(self.steps)
-        returned = {self.now[value] for value in self.problem.results if value in self.now}
-        spans = zip(self.value, self.start, self.end, strict=True)
-        for instance, (value, start, end) in enumerate(spans):
-            if instance in returned:
-                continue
-            if start == end:
-                brief[start] += nbytes[value]
-            else:
-                born[start].append(nbytes[value])
-                dying[end].append(nbytes[value])
-        live, timeline = 0, []
-        for step, index in enumerate(self.steps):
-            kernel = kernels[index]
-            live += sum(born[step])
-            now = live + brief[step] + kernel.working_bytes
-            if kernel.in_place and dying[step]:
-                now -= _taken(born[step], dying[step])
-            timeline.append(now)
-            live -= sum(dying[step])
-        again = sum([kernels[index].seconds for index in self.again])
-        host = sum([nbytes[v] for v in self.sent])
-        late = max(timeline[self.problem.turn :], default=0)
-        peak = max(timeline, default=0)
-        return Run(peak, late, host, compute + exposed, again, exposed, tuple(self.again))
+        problem, steps = self.problem, np.array(self.steps, int)
+        seconds_of, working_of, nbytes_of = problem._arrays
+        seconds = seconds_of[steps]
+        exposed = self._transfer(seconds) if self.sent else 0.0
+        sizes = nbytes_of[self.value] if self.value else np.zeros(0, int)
+        returned = [self.now[value] for value in problem.results if value in self.now]
+        sizes[returned] = 0
+        change = np.zeros(len(steps) + 1, int)
+        np.add.at(change, self.start, sizes)
+        np.subtract.at(change, np.array(self.end, int) + 1, sizes)
+        timeline = np.cumsum(change[:-1]) + working_of[steps]
+        for step, operands, first in self.in_place:
+            timeline[step] -= self._taken(step, operands, first, sizes)
+        again = seconds_of[self.again].sum() if self.again else 0.0
+        host = sum([problem.nbytes[v] for v in self.sent])
+        return Run(
+            peak_bytes=int(timeline.max(initial=0)),
+            late_peak_bytes=int(timeline[problem.turn :].max(initial=0)),
+            host_bytes=host,
+            seconds=float(seconds.sum()) + exposed,
+            recompute_seconds=float(again),
+            exposed_seconds=exposed,
+            again=tuple(self.again),
+        )
 
-    def _transfer(self) -> float:
+    def _taken(self, step: int, operands: Sequence[int], first: int, sizes: np.ndarray) -> int:
+        """Bytes of results that take the place of an operand of the same size that dies here."""
+        end = self.end
+        dying = [sizes[n] for n in dict.fromkeys(operands) if end[n] == step]
+        if not dying:
+            return 0
+        taken, made = 0, self.problem.kernels[self.steps[step]].makes
+        for instance in range(first, first + len(made)):
+            if end[instance] != step and sizes[instance] and sizes[instance] in dying:
+                dying.remove(sizes[instance])
+                taken += int(sizes[instance])
+        return taken
+
+    def _transfer(self, seconds: np.ndarray) -> float:
         """Time the copies; extend lifetimes to where they end and start; what stays exposed.
 
         Copies to the host run in the order the values are made, each as soon as the link is free.
         What has not ended when the late part starts is waited for. Copies from the host run as late
         as they can; what would have to start before the late part is waited for, too.
         """
-        problem, begins = self.problem, [0.0]
-        for index in self.steps:
-            begins.append(begins[-1] + self.kernels[index].seconds)
+        problem, begins = self.problem, [0.0, *np.cumsum(seconds).tolist()]
         late = problem.turn
         turn_time, link = begins[late], 0.0
         for value, instance in sorted(self.sent.items(), key=lambda item: self.start[item[1]]):
@@ -274,14 +305,3 @@ class _Play:
             first = next((s for s in range(late, len(begins)) if begins[s + 1] > following), late)
             self.start[instance] = min(self.start[instance], first)
         return exposed + max(0.0, turn_time - following)
-
-
-def _taken(born: Sequence[int], dying: Sequence[int]) -> int:
-    """Bytes of results that take the place of an operand of the same size."""
-    free = list(dying)
-    taken = 0
-    for size in born:
-        if size in free:
-            free.remove(size)
-            taken += size
-    return taken

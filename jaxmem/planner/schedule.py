@@ -35,7 +35,13 @@ Turn = tuple[str, int]
 Keep = Mapping[Turn, frozenset[str]]
 """For each turn that is planned, the keys of the values kept across it."""
 
-__all__ = ["Keep", "Scheduler", "StillKept", "Turn"]
+__all__ = ["Keep", "Scheduler", "StillKept", "Turn", "is_nested"]
+
+
+def is_nested(keep: Keep) -> bool:
+    """Whether a kept set has turns inside a late part."""
+    return any(isinstance(kept, StillKept) for kept in keep.values())
+
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}

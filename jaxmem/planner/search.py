@@ -19,7 +19,8 @@ from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.lines import LineSolver
-from jaxmem.planner.schedule import Keep, Scheduler, Turn
+from jaxmem.planner.offloading import Offloader
+from jaxmem.planner.schedule import Keep, Scheduler, Turn, is_nested
 from jaxmem.planner.segments import Segments, segment_choices, splittable
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.solvers import milp
@@ -28,6 +29,9 @@ from jaxmem.program.ir import Block, Op, Program
 from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
+
+State = tuple[frozenset[str], frozenset[int]]
+"""What is pinned and what is hosted: what was found belongs to it."""
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
@@ -42,11 +46,13 @@ _FEWEST_TRIALS = 60
 # XLA:CPU makes 28 MiB of the smallest schedule and 22 of one that should be twice as large.
 _NEAR_SMALLEST = (1.0, 1.1, 1.35, 1.7, 2.0)
 # How often a limit is moved until what is written out fits what was proposed on paper.
-_MOST_CORRECTIONS = 4
+_MOST_CORRECTIONS = 6
+_CLOSER = 0.99
 _WELL_USED = 0.98
 # Below this many times the smallest peak without nesting, nested recomputation is looked at.
 _TIGHT = 1.5
 _MOST_NESTED = 2
+_ROOM_FOR_COPIES = 0.9
 # Ways to keep the body of a loop that are looked at, from everything to nothing.
 _WAYS_TO_KEEP_A_BODY = 10
 
@@ -68,6 +74,8 @@ class Search:
 
     Attributes:
         line: the program as one line of kernels, if it has a single turn and that is not in a loop.
+        pinned: names that are always kept.
+        hosted: argument leaves that live in host memory, by their positions.
     """
 
     def __init__(self, program: Program, rates: Rates, *, host: bool = False):
@@ -83,22 +91,41 @@ class Search:
                 self.groups.setdefault(candidate.group, []).append((choice.turn, candidate))
         self.line = self._line()
         self.pinned: frozenset[str] = frozenset()
+        self.hosted: frozenset[int] = frozenset()
         self._simulated: dict[frozenset, Solution] = {}
-        self._bases: dict[frozenset[str], list[Solution]] = {}
-        self._smallest: dict[frozenset[str], list[Solution]] = {}
-        self._lines: dict[frozenset[str], LineSolver] = {}
-        self._segmented: dict[frozenset[str], list[Solution]] = {}
+        self._bases: dict[State, list[Solution]] = {}
+        self._smallest: dict[State, list[Solution]] = {}
+        self._lines: dict[State, LineSolver] = {}
+        self._segmented: dict[State, list[Solution]] = {}
         self._bodies: dict[Turn, list[frozenset[str]]] = {}
 
     def _line(self) -> FusedLine | None:
         if len(self.choices) != 1 or self.choices[0].turn[0]:
             return None
         block, (_, turn) = self.program.block, self.choices[0].turn
-        return fused_line(block, block.ops, turn, self.simulator, self.scheduler.repeatable)
+        rates = self.simulator.rates
+        return fused_line(
+            block,
+            block.ops,
+            turn,
+            self.simulator,
+            self.scheduler.repeatable,
+            d2h_bytes_per_second=rates.d2h_bytes_per_second,
+            h2d_bytes_per_second=rates.h2d_bytes_per_second,
+        )
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether there is a host to move things to: not on a CPU, whose memory is the host's."""
+        return self.simulator.rates.d2h_bytes_per_second > 0 and not self.scheduler.host
 
     def pin(self, ops: Iterable[Op]) -> None:
         """Keep the results of ``ops`` from now on: the compiler does so whatever the plan says."""
         self.pinned |= {kept_name(op, value) for op in ops for value in op.outputs}
+
+    @property
+    def _state(self) -> State:
+        return self.pinned, self.hosted
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""
@@ -118,14 +145,15 @@ class Search:
         Args:
             keep: for each turn the names kept across it.
             offload: those of them that cross it in host memory.
-            hosted: argument leaves that live in host memory, by their positions.
+            hosted: argument leaves that live in host memory, by their positions; besides those
+                that do so anyway.
             segments: for the scan pairs that run in segments how many.
             solver: who proposed it.
         """
         keep = self._with_pinned(keep)
         offload = {turn: names for turn, names in offload.items() if names}
         segments = {path: counts for path, counts in segments.items() if counts}
-        asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted)
+        asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted | self.hosted)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(
@@ -142,13 +170,15 @@ class Search:
             return keep
         return {turn: type(kept)(kept | self.pinned) for turn, kept in keep.items()}
 
-    def _on_paper(self, keep: KeptSets) -> Solution:
+    def _on_paper(self, keep: KeptSets, offload: Keep = _NOTHING) -> Solution:
         """What a kept set needs, as quickly as that can be known."""
         if self.line is None:
-            return self.evaluate(keep)
+            return self.evaluate(keep, offload)
         keep = self._with_pinned(keep)
-        run = self.line.run(keep, self.choices[0].turn)
-        return Solution(keep, run.peak_bytes, run.seconds)
+        run = self.line.run(keep, offload)
+        return Solution(
+            keep, run.peak_bytes, run.seconds, offload=offload, host_bytes=run.host_bytes
+        )
 
     def schedule(self, solution: Solution) -> Block:
         """The program of a solution, written out."""
@@ -159,11 +189,11 @@ class Search:
 
     def bases(self) -> list[Solution]:
         """The simple answers, the smallest first; on paper where that is quicker."""
-        if self.pinned not in self._bases:
+        if self._state not in self._bases:
             found = [replace(self._on_paper(k), solver=name) for name, k in self._base_keeps()]
             found.sort(key=lambda s: (s.temp_bytes, s.seconds))
-            self._bases[self.pinned] = found
-        return self._bases[self.pinned]
+            self._bases[self._state] = found
+        return self._bases[self._state]
 
     def smallest(self) -> Solution:
         """The smallest of the simple answers, written out."""
@@ -174,15 +204,15 @@ class Search:
         """The schedules with the smallest peaks; the same ones whatever was solved before."""
         if not self.choices:
             return []
-        if self.pinned not in self._smallest:
+        if self._state not in self._smallest:
             nested = [*self._nested_smallest(), *self._in_segments()]
             found = [self.smallest(), *sorted(nested, key=lambda s: s.temp_bytes)[:_MOST_NESTED]]
             least = found[0].temp_bytes
             found += [s for s in (self.solve(int(least * near)) for near in _NEAR_SMALLEST) if s]
             once = {s.key: s for s in found}
             ordered = sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))
-            self._smallest[self.pinned] = ordered
-        return self._smallest[self.pinned]
+            self._smallest[self._state] = ordered
+        return self._smallest[self._state]
 
     def _nested_smallest(self) -> list[Solution]:
         """What nested recomputation makes of a line when it may use as much time as it likes."""
@@ -191,17 +221,56 @@ class Search:
         keep = self._line_solver().smallest(self.smallest().temp_bytes)
         return [] if keep is None else [self.evaluate(keep, solver="chain DP")]
 
-    def solve(self, limit_bytes: int) -> Solution | None:
-        """The least recomputation within ``limit_bytes`` of temporaries; ``None`` if none fits."""
+    def solve(self, limit_bytes: int, host_bytes: int = 0) -> Solution | None:
+        """The fastest schedule within ``limit_bytes`` of temporaries; ``None`` if none fits.
+
+        Args:
+            limit_bytes: temporary bytes on the device.
+            host_bytes: bytes of host memory that values may be moved to.
+        """
         with _uncollected():
-            return self._solve(limit_bytes)
+            best = self._solve(limit_bytes)
+            if host_bytes and self.can_offload:
+                best = self._with_host(best, limit_bytes, host_bytes)
+            return best
+
+    def _with_host(
+        self, best: Solution | None, limit_bytes: int, host_bytes: int
+    ) -> Solution | None:
+        """``best``, or what is faster with values in host memory."""
+        aim = limit_bytes
+        for _ in range(_MOST_CORRECTIONS):
+            proposal = self._propose_with_host(best, aim, host_bytes)
+            if proposal is None or not proposal.offload:
+                return best
+            judged = self.evaluate(proposal.keep, proposal.offload, solver=proposal.solver)
+            if judged.temp_bytes <= limit_bytes and judged.host_bytes <= host_bytes:
+                return judged if best is None or judged.cost < best.cost else best
+            aim = int(aim * _CLOSER * min(1.0, limit_bytes / max(judged.temp_bytes, 1)))
+        return best
+
+    def _propose_with_host(
+        self, best: Solution | None, limit_bytes: int, host_bytes: int
+    ) -> Solution | None:
+        """The fastest on paper of a plan that offloads instead of recomputing, or of keeping."""
+        offloader = Offloader(self.groups, self._on_paper, host_bytes)
+        everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
+        found = [offloader.instead_of_keeping(self._on_paper(everything), limit_bytes)]
+        # What is on its way needs room: the second start leaves some.
+        for start in (best, self._solve(int(limit_bytes * _ROOM_FOR_COPIES))):
+            if start is not None and not start.segments and not is_nested(start.keep):
+                paper = self._on_paper(start.keep)
+                found.append(offloader.instead_of_recomputing(paper, limit_bytes))
+        kept = [f for f in found if f is not None and f.temp_bytes <= limit_bytes]
+        fastest = min(kept, key=_cost, default=None)
+        return fastest and replace(fastest, solver="greedy offload")
 
     def _solve(self, limit_bytes: int) -> Solution | None:
         """Propose, write out, and move the limit by what is then too much or too little."""
         best: Solution | None = None
         aim = limit_bytes
-        for _ in range(_MOST_CORRECTIONS):
-            proposal = self._propose(aim)
+        for attempt in range(_MOST_CORRECTIONS):
+            proposal = self._propose(aim, thorough=attempt == 0)
             if proposal is None:
                 break
             judged = self.evaluate(proposal.keep, solver=proposal.solver)
@@ -213,7 +282,9 @@ class Search:
                     break
             elif best is not None:
                 break
-            aim = int(aim * limit_bytes / max(judged.temp_bytes, 1))
+            # A little less than in proportion: what is written out does not follow that closely.
+            closer = _CLOSER if judged.temp_bytes > limit_bytes else 1.0
+            aim = int(aim * closer * limit_bytes / max(judged.temp_bytes, 1))
         others = [self.evaluate(s.keep, solver=s.solver) for s in self._simple_within(limit_bytes)]
         if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
             others += self._in_segments()
@@ -225,7 +296,7 @@ class Search:
         fitting = [s for s in self.bases() if s.temp_bytes <= limit_bytes]
         return sorted(fitting, key=lambda s: s.cost)[:2]
 
-    def _propose(self, limit_bytes: int) -> Solution | None:
+    def _propose(self, limit_bytes: int, *, thorough: bool) -> Solution | None:
         """The fastest kept set within ``limit_bytes`` on paper."""
         starts = self._simple_within(limit_bytes)
         if self.line is not None:
@@ -236,7 +307,8 @@ class Search:
             return None
         operations = self.line.problem.kernels if self.line else self.nest.block.ops
         most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, len(operations)))
-        filled = Filler(self.groups, self._on_paper, most).best(starts, limit_bytes)
+        filler = Filler(self.groups, self._on_paper, most)
+        filled = filler.best(starts, limit_bytes, thorough=thorough)
         origin = {s.key: s.solver for s in starts}
         if filled.key in origin:
             return replace(filled, solver=origin[filled.key])
@@ -244,10 +316,10 @@ class Search:
 
     def _line_solver(self) -> LineSolver:
         assert self.line is not None
-        if self.pinned not in self._lines:
+        if self._state not in self._lines:
             turn = self.choices[0].turn
-            self._lines[self.pinned] = LineSolver(self.line, turn, self._on_paper)
-        return self._lines[self.pinned]
+            self._lines[self._state] = LineSolver(self.line, turn, self._on_paper)
+        return self._lines[self._state]
 
     def _body_starts(self, limit_bytes: int, simple: Sequence[Solution]) -> Iterator[Solution]:
         """For every loop body what is least to make again for what it keeps, the rest as it is."""
@@ -278,7 +350,7 @@ class Search:
 
     def _in_segments(self) -> list[Solution]:
         """Nested recomputation of scans: each in segments, its body kept in every way known."""
-        if self.pinned not in self._segmented:
+        if self._state not in self._segmented:
             paths = splittable(self.nest)
             base = {c.turn: _valley_keep(c, 1, loops=True, tail=False) for c in self.choices}
             found = []
@@ -293,8 +365,8 @@ class Search:
                                     keep, segments={path: counts}, solver="loops in segments"
                                 )
                             )
-            self._segmented[self.pinned] = found
-        return self._segmented[self.pinned]
+            self._segmented[self._state] = found
+        return self._segmented[self._state]
 
     def _base_keeps(self) -> Iterator[tuple[str, KeptSets]]:
         if not self.choices:

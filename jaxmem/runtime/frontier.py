@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxmem.planner.candidates import stock_keeps
@@ -18,9 +18,7 @@ _AS_WRITTEN = "keep-all"
 _PER_BLOCK = "recompute per block"
 
 
-def curve(
-    compiler: Compiler, points: int, compile: bool, report: Report, notes: Sequence[str] = ()
-) -> Frontier:
+def curve(compiler: Compiler, points: int, compile: bool, report: Report) -> Frontier:
     """The trade-off of one program.
 
     Args:
@@ -28,9 +26,8 @@ def curve(
         points: how many limits are solved for.
         compile: compile as many of the points and the stock policies, too.
         report: shows progress.
-        notes: passed on.
     """
-    return _Curve(compiler, report).run(points, compile, tuple(notes))
+    return _Curve(compiler, report).run(points, compile)
 
 
 class _Curve:
@@ -45,7 +42,7 @@ class _Curve:
             self.fixed = memory.total_bytes - memory.temp_bytes
             self.scale = memory.temp_bytes / max(1, self.search.keep_all.temp_bytes)
 
-    def run(self, points: int, compile: bool, notes: tuple[str, ...]) -> Frontier:
+    def run(self, points: int, compile: bool) -> Frontier:
         search, program, target = self.search, self.compiler.program, self.compiler.target
         search.unpin()
         as_written = self._point(None, _AS_WRITTEN)
@@ -69,7 +66,6 @@ class _Curve:
             points=tuple(found),
             stock=tuple(marks),
             fingerprint=program.fingerprint,
-            notes=notes,
             compiled=compile,
         )
 

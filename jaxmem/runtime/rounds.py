@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxmem.errors import BudgetInfeasibleError, PlanMismatchError, VerificationError
-from jaxmem.planner.facts import kept_name
+from jaxmem.errors import BudgetInfeasibleError, VerificationError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
-from jaxmem.planner.segments import refusal, splittable
+from jaxmem.planner.segments import splittable
 from jaxmem.program.ir import Block, Hosting
 from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
+from jaxmem.runtime.following import decisions_of
+from jaxmem.runtime.host import host_memory, prefixes
 from jaxmem.runtime.larger import larger
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
@@ -33,6 +34,7 @@ _MOST_FAILURES = 3
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
+_FEWEST_HOST_COMPILES = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ def fit(
     budget_bytes: int,
     report: Report,
     *,
+    host_bytes: int | None = None,
     searches: int = _MOST_SEARCHES,
     start: Solution | None = None,
 ) -> Outcome:
@@ -62,6 +65,8 @@ def fit(
         compiler: for the target.
         budget_bytes: bytes on each device.
         report: shows progress.
+        host_bytes: host memory that plans may use to be faster; ``None`` lets them use it only
+            where nothing fits without.
         searches: results of at most as many searches are compiled.
         start: a solution to compile before any search.
 
@@ -70,6 +75,7 @@ def fit(
     """
     run = _Rounds(compiler, budget_bytes, report)
     run.searches, run.start = min(searches, _MOST_SEARCHES), start
+    run.host_bytes = host_bytes
     return run.run()
 
 
@@ -80,18 +86,6 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
         PlanMismatchError: the plan belongs to another program or to other shapes.
         VerificationError: it does not fit, or the compiler undoes its recomputations.
     """
-    program, target = compiler.program, compiler.target
-    if plan.target != target.name:
-        raise PlanMismatchError(
-            f"the plan for {plan.function} was made for {plan.target}, and this is {target.name}. "
-            f"Plan again for it, or pass target={plan.target!r}."
-        )
-    if plan.fingerprint != program.fingerprint:
-        raise PlanMismatchError(
-            f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
-            f"program or other shapes than {program.name} has here (program "
-            f"{program.fingerprint}). Plan again for these arguments: {program.name}.plan(...)."
-        )
     return _Rounds(compiler, budget_bytes, report).follow(plan)
 
 
@@ -100,6 +94,7 @@ class _Rounds:
 
     searches: int = _MOST_SEARCHES
     start: Solution | None = None
+    host_bytes: int | None = None
 
     def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
         self.compiler, self.budget, self.report = compiler, budget_bytes, report
@@ -114,8 +109,12 @@ class _Rounds:
     def run(self) -> Outcome:
         # The same way whatever was planned before: a budget that was seen to work works again.
         self.search.unpin()
+        self.search.hosted = frozenset()
         if self.fixed > self.budget and not self.compiler.program.sharded:
-            raise self._too_big()
+            self._in_host_memory()
+            if not self.fitting:
+                raise self._too_big()
+            return self._outcome()
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget:
             predicted = self.rounds[-1].predicted_bytes
@@ -128,7 +127,12 @@ class _Rounds:
         if not self.fitting:
             self._smallest_first()
         if not self.fitting:
+            self._in_host_memory()
+        if not self.fitting:
             raise self._error("")
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
         solution, compiled, predicted = self.best()
         return Outcome(
             self._plan(solution, predicted, compiled),
@@ -165,24 +169,7 @@ class _Rounds:
 
     def follow(self, plan: Plan) -> Outcome:
         """The program of a plan made before."""
-        keep = {
-            (k.path, k.turn): (StillKept if k.inside else frozenset)(k.names) for k in plan.kept
-        }
-        offload = {(k.path, k.turn): frozenset(k.offloaded) for k in plan.kept if k.offloaded}
-        self._check_names(keep)
-        self._check_segments(plan)
-        segments = {s.path: s.counts for s in plan.segments}
-        self._check_names(offload)
-        hosted = self._hosted(plan)
-        if plan.options and dict(plan.options) not in memory_schedules(self.compiler.target):
-            raise PlanMismatchError(
-                f"the plan for {plan.function} sets compiler options that this jaxmem does not "
-                f"use for {plan.target}: {dict(plan.options)}. Plan again."
-            )
-        changed = keep or segments or hosted
-        solution = (
-            self.search.evaluate(keep, offload, hosted, segments=segments) if changed else None
-        )
+        solution = decisions_of(self.compiler, plan)
         self.report("compiling the plan")
         problem, options = "", dict(plan.options)
         if solution is None:
@@ -199,63 +186,21 @@ class _Rounds:
                 f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
                 f"{format_bytes(self.budget)}. {problem or 'Plan again.'}"
             )
-        return Outcome(
-            replace(
-                plan,
-                budget_bytes=self.budget,
-                compiled_bytes=total,
-                rounds=tuple(self.rounds),
-                larger=plan.larger if self.budget == plan.budget_bytes else None,
-            ),
-            self.compiler.block(solution),
-            compiled,
-            self.compiler.hosting(solution),
+        same = replace(
+            plan,
+            budget_bytes=self.budget,
+            compiled_bytes=total,
+            rounds=tuple(self.rounds),
+            larger=plan.larger if self.budget == plan.budget_bytes else None,
         )
-
-    def _check_names(self, keep: Mapping[Turn, frozenset[str]]) -> None:
-        """Every turn and every value that a plan names must be there; loops carry some in."""
-        turns = {choice.turn for choice in self.search.choices}
-        blocks = [inner.block for inner in self.search.nest.walk()]
-        known = {kept_name(op, v) for b in blocks for op in b.ops for v in op.outputs}
-        known |= {str(v.key) for b in blocks for v in b.inputs}
-        for turn, names in keep.items():
-            unknown = sorted(names - known) if turn in turns else [f"turn {turn}"]
-            if unknown:
-                raise PlanMismatchError(
-                    f"the plan keeps {unknown[0]}, which {self.compiler.program.name} does not "
-                    "have: the plan was changed or made by another version. Plan again."
-                )
-
-    def _check_segments(self, plan: Plan) -> None:
-        """Every loop that a plan cuts into segments must be there and let itself be cut."""
-        nest = self.search.nest
-        refused = refusal(nest, {s.path: s.counts for s in plan.segments})
-        lengths = splittable(nest)
-        wrong = [s for s in plan.segments if not refused and lengths[s.path] != s.length]
-        if wrong:
-            refused = f"the pair of scans {wrong[0].path!r} has {lengths[wrong[0].path]} iterations"
-        if refused:
-            raise PlanMismatchError(
-                f"the plan runs loops of {self.compiler.program.name} in segments, but {refused}: "
-                "the plan was changed or made by another version. Plan again."
-            )
-
-    def _hosted(self, plan: Plan) -> frozenset[int]:
-        """The positions of the arguments that a plan puts in host memory."""
-        places = {leaf.path: n for n, leaf in enumerate(self.compiler.program.arguments)}
-        unknown = [path for path in plan.hosted if path not in places]
-        if unknown:
-            raise PlanMismatchError(
-                f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
-                f"{self.compiler.program.name} does not have. Plan again."
-            )
-        return frozenset(places[path] for path in plan.hosted)
+        block, hosting = self.compiler.block(solution), self.compiler.hosting(solution)
+        return Outcome(same, block, compiled, hosting)
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
         for attempt in range(self.searches):
-            solution = self.search.solve(limit)
+            solution = self.search.solve(limit, self.host_bytes or 0)
             hopeless = attempt >= _MOST_FAILURES and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
@@ -279,6 +224,43 @@ class _Rounds:
             self._record("smallest", attempt.solution.temp_bytes, attempt)
             if self.fitting:
                 return
+
+    def _in_host_memory(self) -> None:
+        """What fits in no other way: values, then an optimizer's moments, go to the host."""
+        allowed = host_memory(self.compiler.target, self.host_bytes)
+        if not allowed or not self.search.can_offload or self.compiler.program.sharded:
+            return
+        self.report("looking for what host memory makes possible")
+        left = max(_FEWEST_HOST_COMPILES, MOST_COMPILES - len(self.rounds))
+        for hosted in prefixes(self.compiler.program, self.budget, allowed):
+            self.search.hosted = hosted
+            away = self.compiler.program.host_bytes(self.compiler.program.hosting(hosted))
+            room = self.budget - self.fixed + away
+            solution = self.search.solve(int(room / self.scale * _AIM), allowed - away)
+            if solution is None or solution.key in self.tried:
+                continue
+            self._announce(solution)
+            self._record("with host memory", room, self.compiler.attempt(solution))
+            left -= 1
+            if self.fitting or not left:
+                break
+        self.search.hosted = frozenset()
+
+    def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
+        """The smallest program with as much as possible in host memory."""
+        compiler = self.compiler
+        allowed = host_memory(compiler.target, self.host_bytes)
+        if not allowed or not self.search.can_offload or compiler.program.sharded:
+            return []
+        found: list[tuple[int, Solution | None]] = []
+        for hosted in list(prefixes(compiler.program, 2**63, allowed))[-1:]:
+            self.search.hosted = hosted
+            if hosted and self.search.choices:
+                attempt = compiler.attempt(self.search.smallest())
+                if not attempt.problem:
+                    found.append((attempt.compiled.memory.total_bytes, attempt.solution))
+        self.search.hosted = frozenset()
+        return found
 
     def _announce(self, solution: Solution) -> None:
         self.report(
@@ -365,7 +347,7 @@ class _Rounds:
                 program.arguments[n].path for n in sorted(solution.hosted if solution else ())
             ),
             notes=tuple(notes),
-            larger=larger(search, solution, decisions, compiled, self.rounds, self.budget),
+            larger=larger(self.compiler, solution, decisions, compiled, self.rounds, self.budget),
             holders=describe.holders(program, search.nest, block, simulation),
             options=tuple(sorted(self._options(solution, compiled).items())),
         )
@@ -404,6 +386,7 @@ class _Rounds:
                 undone.append((total, attempt.problem))
             else:
                 found.append((total, attempt.solution))
+        found += self._smallest_with_host()
         smallest, solution = min(found, key=lambda f: f[0])
         for total, problem in undone:
             if total < smallest and not reason:

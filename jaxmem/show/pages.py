@@ -98,7 +98,7 @@ def frontier_page(frontier: Frontier) -> Page:
     ]
     return Page(
         f"frontier of {clean(frontier.function)} on {clean(frontier.target)}",
-        (*sentences, *(clean(note, NOTE_LIMIT) for note in frontier.notes)),
+        tuple(sentences),
         grids=(_point_grid(frontier, points), _stock_grid(frontier)),
     )
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.planner.fill import _most
+from jaxmem.planner.fill import most
 from jaxmem.planner.search import Search
 from jaxmem.planner.simulate import Simulator
 from tests.planner.lines import RATES, search
@@ -141,7 +141,7 @@ def test_most_finds_the_largest_number_that_works(count: int, works: int, likely
         tried.append(number)
         return ("found", number) if number <= works else None
 
-    found = _most(attempt, count, likely)  # pyright: ignore[reportArgumentType]
+    found = most(attempt, count, likely)  # pyright: ignore[reportArgumentType]
     assert found == (("found", min(works, count)) if works else None)
     assert all(1 <= number <= count for number in tried)
     assert len(tried) <= 2 * count.bit_length() + 2

@@ -150,7 +150,7 @@ def test_in_a_loop_the_slowest_of_computing_and_links_decides():
 def wanted(offload):
     from jaxmem.planner.schedule import _Wanted
 
-    return _Wanted({}, offload, Hosting())
+    return _Wanted({}, offload, Hosting(), {})
 
 
 def test_sends_follow_each_other_on_their_link():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxmem.planner.problem import Choice, Problem, Run
 from jaxmem.planner.solvers.answer import Answer, Limits
 from jaxmem.planner.solvers.chain import ChainTable
@@ -10,7 +12,8 @@ from jaxmem.planner.stages import Stages
 # Memory is counted in this many parts of the limit; more is exact for more and takes longer.
 _SLOTS = 256
 # The table knows more memory than there is: rounding up makes programs use less than they may.
-_SPARE = 1.25
+_SPARE = 1.15
+_SHARED = 1.2
 
 
 class Blocks:
@@ -58,11 +61,14 @@ class Blocks:
         return best
 
     def _table(self, most_bytes: int) -> ChainTable:
-        if most_bytes not in self._tables:
-            slot_bytes = max(1, -(-most_bytes // _SLOTS))
-            slots = -(-most_bytes // slot_bytes)
-            self._tables[most_bytes] = ChainTable(self.stages.chain, slot_bytes, slots)
-        return self._tables[most_bytes]
+        """A table for at least ``most_bytes``; limits that are close to one another share it."""
+        step = max(0, math.ceil(math.log(max(most_bytes, 1), _SHARED)))
+        if step not in self._tables:
+            most = math.ceil(_SHARED**step)
+            slot_bytes = max(1, -(-most // _SLOTS))
+            slots = -(-most // slot_bytes)
+            self._tables[step] = ChainTable(self.stages.chain, slot_bytes, slots)
+        return self._tables[step]
 
     def _at(self, table: ChainTable, slots: int) -> tuple[Choice, Run] | None:
         """The choice for that much memory of the table, and what it needs on the line."""
@@ -77,8 +83,9 @@ class Blocks:
             once = choice[:1]
             if once not in self._runs:
                 self._runs[once] = self.problem.run(once)
-            if _cost((once, self._runs[once])) <= _cost((choice, run)):
-                return once, self._runs[once]
+            simple = self._runs[once]
+            if simple.peak_bytes <= run.peak_bytes and simple.seconds <= run.seconds:
+                return once, simple
         return choice, run
 
 

@@ -1,0 +1,99 @@
+"""Proposals that use host memory: for values that cross their turn, and for arguments.
+
+Recomputing costs seconds of compute, offloading costs seconds of a link that compute may hide. Two
+ways lead to a good mixture: from a plan that recomputes, what is dear to make again is moved to the
+host instead; from keeping everything, what is large is moved until the rest fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxmem.planner.candidates import Candidate
+from jaxmem.planner.fill import KeptSets, Members, Solution, most
+from jaxmem.planner.schedule import Keep, Turn
+from jaxmem.program.ir import Program
+from jaxmem.program.loops import is_backward
+
+Evaluate = Callable[[KeptSets, Keep], Solution]
+
+
+class Offloader:
+    """Moves groups of equal values to the host.
+
+    Args:
+        groups: values that are equal in repeated layers.
+        evaluate: what kept and offloaded sets need.
+        host_bytes: how much host memory there is.
+    """
+
+    def __init__(self, groups: Mapping[str, Members], evaluate: Evaluate, host_bytes: int):
+        self.groups, self.evaluate, self.host_bytes = groups, evaluate, host_bytes
+
+    def instead_of_recomputing(self, start: Solution, limit_bytes: int) -> Solution:
+        """Move what is recomputed, the dearest per byte first, as long as that saves time."""
+        best = start
+        for members in self._by_worth():
+            left = [(t, c) for t, c in members if c.name not in best.keep[t]]
+            best = self._move(best, left, limit_bytes) or best
+        return best
+
+    def instead_of_keeping(self, start: Solution, limit_bytes: int) -> Solution | None:
+        """Move what is kept, the cheapest to lose first, until the rest fits."""
+        best = start
+        for members in sorted(self._by_worth(), key=lambda m: -sum(c.nbytes for _, c in m)):
+            if best.temp_bytes <= limit_bytes:
+                break
+            moved = self._moved(best, members)
+            if moved.temp_bytes < best.temp_bytes and moved.host_bytes <= self.host_bytes:
+                best = moved
+        return best if best.temp_bytes <= limit_bytes else None
+
+    def _by_worth(self) -> list[Members]:
+        """Groups by what recomputing them costs, per byte, dearest first."""
+
+        def worth(members: Members) -> tuple[float, str]:
+            seconds, nbytes = sum(c.seconds for _, c in members), sum(c.nbytes for _, c in members)
+            return -seconds / max(1, nbytes), members[0][1].name
+
+        # A loop's stacks are moved value by value inside it.
+        plain = [m for m in self.groups.values() if m[0][1].op.loop is None]
+        return sorted(plain, key=worth)
+
+    def _move(
+        self, best: Solution, members: Sequence[tuple[Turn, Candidate]], limit_bytes: int
+    ) -> Solution | None:
+        """As many of ``members`` as save time; the first ones first, they have longest to go."""
+
+        def attempt(count: int) -> Solution | None:
+            tried = self._moved(best, members[:count])
+            fits = tried.temp_bytes <= limit_bytes and tried.host_bytes <= self.host_bytes
+            return tried if fits and tried.cost < best.cost else None
+
+        return most(attempt, len(members), len(members)) if members else None
+
+    def _moved(self, best: Solution, members: Sequence[tuple[Turn, Candidate]]) -> Solution:
+        keep, offload = dict(best.keep), dict(best.offload)
+        for turn, candidate in members:
+            keep[turn] = keep[turn] | {candidate.name}
+            offload[turn] = offload.get(turn, frozenset()) | {candidate.name}
+        return self.evaluate(keep, offload)
+
+
+def hostable(program: Program) -> list[int]:
+    """Argument leaves that only what follows the backward pass reads, the largest first.
+
+    These are an optimizer's moments: a step that gives them back in the same shape can keep them
+    in host memory between its calls and on the device only while they are updated.
+    """
+    ops = program.block.ops
+    last = max((index for index, op in enumerate(ops) if is_backward(op)), default=-1)
+    read = {value for op in ops[: last + 1] for value in op.values}
+    first = len(program.consts)
+    places = set(program.places.values())
+    found = [
+        number
+        for number, value in enumerate(program.block.inputs[first:])
+        if value not in read and first + number in places and value.nbytes
+    ]
+    return sorted(found, key=lambda n: (-program.block.inputs[first + n].nbytes, n))

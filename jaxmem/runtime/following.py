@@ -1,0 +1,109 @@
+"""Read the decisions of a plan made before, and refuse what does not belong to this program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxmem.errors import ArgumentError, PlanMismatchError
+from jaxmem.planner.facts import kept_name
+from jaxmem.planner.fill import Solution
+from jaxmem.planner.plan import Plan
+from jaxmem.planner.schedule import StillKept, Turn
+from jaxmem.planner.segments import refusal, splittable
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.targets.compiling import memory_schedules
+
+
+def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
+    """What a plan decides about a program; ``None`` if it leaves the program as written.
+
+    Raises:
+        PlanMismatchError: the plan belongs to another program, other shapes or another target, or
+            it names something that is not there.
+    """
+    _check_owner(compiler, plan)
+    keep = {(k.path, k.turn): (StillKept if k.inside else frozenset)(k.names) for k in plan.kept}
+    offload = {(k.path, k.turn): frozenset(k.offloaded) for k in plan.kept if k.offloaded}
+    _check_names(compiler, keep)
+    _check_names(compiler, offload)
+    _check_segments(compiler, plan)
+    hosted = _hosted(compiler, plan)
+    if plan.options and dict(plan.options) not in memory_schedules(compiler.target):
+        raise PlanMismatchError(
+            f"the plan for {plan.function} sets compiler options that this jaxmem does not "
+            f"use for {plan.target}: {dict(plan.options)}. Plan again."
+        )
+    segments = {s.path: s.counts for s in plan.segments}
+    if not (keep or segments or hosted):
+        return None
+    try:
+        return compiler.search.evaluate(
+            keep, offload, hosted, segments=segments, solver=plan.solver
+        )
+    except ArgumentError as error:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} cannot be followed: {error}"
+        ) from error
+
+
+def _check_owner(compiler: Compiler, plan: Plan) -> None:
+    program, target = compiler.program, compiler.target
+    if plan.target != target.name:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} was made for {plan.target}, and this is {target.name}. "
+            f"Plan again for it, or pass target={plan.target!r}."
+        )
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
+            f"program or other shapes than {program.name} has here (program "
+            f"{program.fingerprint}). Plan again for these arguments: {program.name}.plan(...)."
+        )
+
+
+def _check_names(compiler: Compiler, keep: Mapping[Turn, frozenset[str]]) -> None:
+    """Every turn and every value that a plan names must be there; loops carry some in."""
+    search = compiler.search
+    turns = {choice.turn for choice in search.choices}
+    blocks = [inner.block for inner in search.nest.walk()]
+    length = {block.path: len(block.ops) for block in blocks}
+    known = {kept_name(op, v) for b in blocks for op in b.ops for v in op.outputs}
+    known |= {str(v.key) for b in blocks for v in b.inputs}
+    for turn, names in keep.items():
+        path, at = turn
+        inside = isinstance(names, StillKept) and any(
+            path == where and start < at < length[path] for where, start in turns
+        )
+        unknown = sorted(names - known) if turn in turns or inside else [f"turn {turn}"]
+        if unknown:
+            raise PlanMismatchError(
+                f"the plan keeps {unknown[0]}, which {compiler.program.name} does not "
+                "have: the plan was changed or made by another version. Plan again."
+            )
+
+
+def _check_segments(compiler: Compiler, plan: Plan) -> None:
+    """Every loop that a plan cuts into segments must be there and let itself be cut."""
+    nest = compiler.search.nest
+    refused = refusal(nest, {s.path: s.counts for s in plan.segments})
+    lengths = splittable(nest)
+    wrong = [s for s in plan.segments if not refused and lengths[s.path] != s.length]
+    if wrong:
+        refused = f"the pair of scans {wrong[0].path!r} has {lengths[wrong[0].path]} iterations"
+    if refused:
+        raise PlanMismatchError(
+            f"the plan runs loops of {compiler.program.name} in segments, but {refused}: "
+            "the plan was changed or made by another version. Plan again."
+        )
+
+
+def _hosted(compiler: Compiler, plan: Plan) -> frozenset[int]:
+    """The positions of the arguments that a plan puts in host memory."""
+    places = {leaf.path: n for n, leaf in enumerate(compiler.program.arguments)}
+    unknown = [path for path in plan.hosted if path not in places]
+    if unknown:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
+            f"{compiler.program.name} does not have. Plan again."
+        )
+    return frozenset(places[path] for path in plan.hosted)
