@@ -25,6 +25,7 @@ from jaxmem.errors import (
 if typing.TYPE_CHECKING:
     from jaxmem import policies
     from jaxmem.fit import analyze, fit, plan
+    from jaxmem.frontier import frontier
     from jaxmem.planner.plan import Plan
     from jaxmem.planner.report import MemoryReport
     from jaxmem.policies.apply import remat
@@ -56,6 +57,7 @@ __all__ = [
     "accumulate",
     "analyze",
     "fit",
+    "frontier",
     "plan",
     "policies",
     "remat",
@@ -71,10 +73,15 @@ _HOMES = {
     "accumulate": "jaxmem.program.accumulating",
     "analyze": "jaxmem.fit",
     "fit": "jaxmem.fit",
+    "frontier": "jaxmem.frontier",
     "plan": "jaxmem.fit",
     "remat": "jaxmem.policies.apply",
 }
 _MODULES = ("policies",)
+
+
+# Verbs that have a module of their own name.
+_VERBS = ("fit", "frontier")
 
 
 class _Face(types.ModuleType):
@@ -90,8 +97,8 @@ class _Face(types.ModuleType):
         return value
 
     def __setattr__(self, name: str, value: typing.Any) -> None:
-        is_module = name == "fit" and isinstance(value, types.ModuleType)
-        super().__setattr__(name, value.fit if is_module else value)
+        is_module = name in _VERBS and isinstance(value, types.ModuleType)
+        super().__setattr__(name, getattr(value, name) if is_module else value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

@@ -85,6 +85,14 @@ class PlanMismatchError(JaxmemError, ValueError):
     """A plan was made for another program, other shapes or another version of the plan format."""
 
 
+class PlanQueryError(JaxmemError, LookupError):
+    """What a plan was asked about is not among the values that it decides."""
+
+
+class MissingExtraError(JaxmemError, ImportError):
+    """An optional library that is not installed; the message says how to install it."""
+
+
 class VerificationError(JaxmemError):
     """The compiled program is not what the plan says: over budget, or recomputation undone."""
 

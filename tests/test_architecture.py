@@ -34,10 +34,11 @@ LEVELS = {
     "inference": 8,
     "compress": 8,
     "monitor": 8,
-    "__init__": 9,
-    "show": 10,
-    "cli": 11,
-    "__main__": 12,
+    "frontier": 9,
+    "__init__": 10,
+    "show": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 # Methods that Python, rich or Jupyter call to show an object; they may import `show` when called.
 DISPLAY_HOOKS = {"__str__", "__rich__", "_repr_html_", "_repr_mimebundle_"}

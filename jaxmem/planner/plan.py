@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxmem.errors import PlanMismatchError
+from jaxmem.errors import Holder, PlanMismatchError
+from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 
-SCHEMA_VERSION = 3
+if TYPE_CHECKING:
+    from jaxmem.planner.difference import PlanDiff
+    from jaxmem.planner.explain import Explanation
+
+SCHEMA_VERSION = 4
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -32,6 +37,11 @@ class Decision:
         source: ``file.py:line (function)`` of the user's own line.
         module: module path from the name stack, for instance ``"h3/mlp"``.
         checkpoint_name: name given by ``checkpoint_name``, or ``""``.
+        again_seconds: predicted cost of recomputing all ``count`` values once, each from what it
+            is made of; 0 for element-wise work that is part of a kernel anyway.
+        feeds: how many operations that run again read one of these values where it is kept.
+        modules: the module path of each value; empty where all have that of ``module``.
+        again: which of them are recomputed, by their numbers in program order.
     """
 
     key: str
@@ -46,6 +56,26 @@ class Decision:
     source: str
     module: str
     checkpoint_name: str
+    again_seconds: float = 0.0
+    feeds: int = 0
+    modules: tuple[str, ...] = ()
+    again: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The shortest name a reader can find: checkpoint name, or operation and line."""
+        where, what = self.source.split(" (")[0], self.checkpoint_name or self.primitive
+        return f"{what} at {where}" if where else what
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of the values that are recomputed."""
+        return self.nbytes * self.recomputed // max(self.count, 1)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Predicted cost of making a byte of it again."""
+        return self.again_seconds / max(self.nbytes, 1)
 
 
 @dataclass(frozen=True)
@@ -104,6 +134,19 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Larger:
+    """What a somewhat larger budget would buy, as predicted when the plan was made.
+
+    Attributes:
+        more_bytes: how much larger.
+        saved_seconds: how much faster a step is then.
+    """
+
+    more_bytes: int
+    saved_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to keep, recompute and offload so that a step fits: plain data, deterministic.
 
@@ -132,6 +175,8 @@ class Plan:
         segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
+        larger: what a somewhat larger budget would buy; ``None`` where the step is as written.
+        holders: what fills the predicted peak, the largest first.
     """
 
     function: str
@@ -157,6 +202,8 @@ class Plan:
     host_bytes: int = 0
     hosted: tuple[str, ...] = ()
     microbatches: int = 1
+    larger: Larger | None = None
+    holders: tuple[Holder, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
@@ -168,6 +215,35 @@ class Plan:
         """The decisions that recompute at least one value."""
         return tuple(d for d in self.decisions if d.recomputed)
 
+    @property
+    def marginal_seconds_per_byte(self) -> float:
+        """Predicted seconds that each byte more of budget saves; 0 where more saves nothing."""
+        return self.larger.saved_seconds / self.larger.more_bytes if self.larger else 0.0
+
+    def explain(self, query: str = "") -> Explanation:
+        """Why values are kept, recomputed or moved; without a query why the plan is what it is.
+
+        Args:
+            query: which values: a run of names in the module path (``"h3.mlp"``, ``"h*/mlp"``), a
+                checkpoint name, a source (``"train.py:41"`` or ``"train.py"``) or a primitive.
+
+        Raises:
+            PlanQueryError: nothing of that name lives from the forward to the backward pass.
+        """
+        from jaxmem.planner.explain import explain
+
+        return explain(self, query)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What ``other`` does differently; false where it does the same.
+
+        How the plans were found (compiles, notes, what is recorded for :meth:`explain`) is not
+        compared.
+        """
+        from jaxmem.planner.difference import difference
+
+        return difference(self, other)
+
     def to_json(self) -> str:
         """The plan as JSON text; the same plan gives the same text, byte for byte."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -177,31 +253,38 @@ class Plan:
         """A plan from :meth:`to_json` text.
 
         Raises:
-            PlanMismatchError: not a plan, or of another schema version.
+            PlanMismatchError: not a plan, of another schema version, or damaged; the message names
+                the field.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanMismatchError(f"not a jaxmem plan: {error}") from error
-        if not isinstance(data, Mapping) or data.get("schema_version") != SCHEMA_VERSION:
-            found = data.get("schema_version") if isinstance(data, Mapping) else type(data).__name__
+        data = parse(text)
+        version = data.get("schema_version") if isinstance(data, Mapping) else type(data).__name__
+        if isinstance(version, bool) or version != SCHEMA_VERSION:
             raise PlanMismatchError(
-                f"plan has schema version {found!r}, this jaxmem reads {SCHEMA_VERSION}. "
-                "Plan again: jaxmem.plan(step, *args, budget=...)."
+                f"plan has schema version {version!r}, this jaxmem reads {SCHEMA_VERSION}. {AGAIN}"
             )
-        try:
-            return cls(**_decoded(dict(data)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanMismatchError(f"plan file is damaged: {error}") from error
+        plan = decode(cls, data)
+        for where, found, wanted in _contradictions(plan):
+            raise damaged(where, found, wanted)
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to ``path`` as JSON."""
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by :meth:`save`."""
-        return cls.from_json(Path(path).read_text())
+        """Read a plan written by :meth:`save`.
+
+        Raises:
+            PlanMismatchError: as :meth:`from_json`, or ``path`` is a folder or not text.
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, IsADirectoryError) as error:
+            raise PlanMismatchError(f"{path} is not a jaxmem plan: {error}. {AGAIN}") from error
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
         from jaxmem.show.terminal import plan_text
@@ -214,18 +297,39 @@ class Plan:
         return plan_html(self)
 
 
-def _decoded(data: dict[str, Any]) -> dict[str, Any]:
-    decisions = tuple(Decision(**{**d, "shape": tuple(d["shape"])}) for d in data.pop("decisions"))
-    rounds = tuple(Round(**r) for r in data.pop("rounds"))
-    notes = tuple(data.pop("notes"))
-    kept = tuple(
-        Kept(**{**k, "names": tuple(k["names"]), "offloaded": tuple(k.get("offloaded", ()))})
-        for k in data.pop("kept")
-    )
-    hosted = tuple(data.pop("hosted", ()))
-    options = tuple((str(name), str(value)) for name, value in data.pop("options"))
-    segments = tuple(
-        Segmented(s["path"], s["length"], tuple(s["counts"])) for s in data.pop("segments")
-    )
-    lists = {"decisions": decisions, "rounds": rounds, "notes": notes, "kept": kept}
-    return {**data, **lists, "hosted": hosted, "segments": segments, "options": options}
+def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
+    """Fields that have the right type and cannot be: place, value, what it should be."""
+    if plan.microbatches < 1:
+        yield "microbatches", plan.microbatches, "1 or more"
+    if plan.larger is not None and plan.larger.more_bytes < 1:
+        yield "larger.more_bytes", plan.larger.more_bytes, "1 or more"
+    for n, d in enumerate(plan.decisions):
+        for name, wanted in _wrong_in(d):
+            yield f"decisions[{n}].{name}", getattr(d, name), wanted
+    yield from _wrong_turns_and_loops(plan)
+
+
+def _wrong_turns_and_loops(plan: Plan) -> Iterator[tuple[str, Any, str]]:
+    turns, loops = [(k.path, k.turn) for k in plan.kept], [s.path for s in plan.segments]
+    for n, k in enumerate(plan.kept):
+        if turns[n] in turns[:n]:
+            yield f"kept[{n}].turn", k.turn, "another one than those before it"
+        if not set(k.offloaded) <= set(k.names):
+            yield f"kept[{n}].offloaded", k.offloaded, "among its names"
+    for n, s in enumerate(plan.segments):
+        if s.path in loops[:n]:
+            yield f"segments[{n}].path", s.path, "another one than those before it"
+        if not s.counts or min(s.counts) < 1:
+            yield f"segments[{n}].counts", s.counts, "numbers of 1 or more"
+
+
+def _wrong_in(decision: Decision) -> Iterator[tuple[str, str]]:
+    again, count = decision.recomputed, decision.count
+    if again > count:
+        yield "recomputed", f"at most its count {count}"
+    if (decision.action == "recompute") != bool(again):
+        yield "action", f"what recomputing {again} values is called"
+    if decision.again and (len(set(decision.again)) != again or max(decision.again) >= count):
+        yield "again", f"{again} different numbers below {count}"
+    if len(decision.modules) not in (0, count):
+        yield "modules", f"a list of {count}"

@@ -92,7 +92,7 @@ class Search:
         self.line = self._line()
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
-        self._simulated: dict[frozenset, tuple[int, float, int]] = {}
+        self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
         self._smallest: dict[State, list[Solution]] = {}
         self._lines: dict[State, LineSolver] = {}
@@ -156,9 +156,14 @@ class Search:
         asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted | self.hosted)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
-            self._simulated[asked.key] = ran.temp_bytes, ran.seconds, ran.host_bytes
-        temp_bytes, seconds, host_bytes = self._simulated[asked.key]
-        return replace(asked, temp_bytes=temp_bytes, seconds=seconds, host_bytes=host_bytes)
+            self._simulated[asked.key] = replace(
+                asked, temp_bytes=ran.temp_bytes, seconds=ran.seconds, host_bytes=ran.host_bytes
+            )
+        return replace(self._simulated[asked.key], keep=keep, solver=solver)
+
+    def evaluated(self) -> list[Solution]:
+        """Every schedule that was written out and simulated so far."""
+        return list(self._simulated.values())
 
     def _with_pinned(self, keep: KeptSets) -> KeptSets:
         if not self.pinned:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxmem.errors import Holder
+from jaxmem.planner.candidates import Candidate
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.plan import Decision
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution
@@ -33,8 +36,18 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     paired = {
         id(inner.block.ops[pair.forward]) for inner in search.nest.walk() for pair, _ in inner.pairs
     }
+    ran = set(_run_again(search.schedule(solution))) if solution else set()
+    feeds = _feeds(search, solution, ran) if solution else {}
     found = []
-    for members in search.groups.values():
+    for everything in search.groups.values():
+        # What is dropped and not made again does not live from the forward to the backward pass.
+        members = [
+            (turn, c)
+            for turn, c in everything
+            if not solution or c.op.origin in ran or _stays(solution, turn, c.name)
+        ]
+        if not members:
+            continue
         again = [c for t, c in members if solution and _made_again(solution, t, c.name)]
         first = members[0][1]
         if id(first.op) in paired and not again:
@@ -43,6 +56,17 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
         nbytes, seconds = sum(c.nbytes for _, c in members), sum(c.seconds for c in again)
         decision = _decision(
             first.name, first.value, origin, len(members), len(again), nbytes, seconds
+        )
+        decision = replace(
+            decision,
+            again_seconds=sum(c.seconds for _, c in members),
+            feeds=sum(feeds.get(c.name, 0) for _, c in members),
+            modules=_modules(origin.module, [c for _, c in members]),
+            again=tuple(
+                n
+                for n, (t, c) in enumerate(members)
+                if solution and _made_again(solution, t, c.name)
+            ),
         )
         if (
             not again
@@ -53,6 +77,53 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
         found.append(decision)
     found += _fused_residuals(search, solution, names)
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
+
+
+def _run_again(block: Block) -> Iterator[Op]:
+    """The user's own operations that a schedule runs more than once, in its loops too."""
+    for op in block.ops:
+        if op.recompute and not (op.barrier or op.transfer):
+            yield op.origin
+        if op.loop is not None:
+            yield from _run_again(op.loop.body)
+
+
+def _modules(module: str, members: Sequence[Candidate]) -> tuple[str, ...]:
+    """The module path of each of equal values; nothing where there is only one."""
+    modules = tuple(origin_of(candidate.op).module for candidate in members)
+    return () if all(m == module for m in modules) else modules
+
+
+def _feeds(search: Search, solution: Solution, ran: Set[Op]) -> Counter[str]:
+    """For each kept value how many of those that are recomputed are made from it directly."""
+    found: Counter[str] = Counter()
+    blocks = {inner.block.path: inner.block for inner in search.nest.walk()}
+    for choice in search.choices:
+        path, turn = choice.turn
+        made = {v: op for op in blocks[path].ops[:turn] for v in op.outputs}
+        names = {c.name for c in choice.candidates}
+        for candidate in choice.candidates:
+            again = _made_again(solution, choice.turn, candidate.name)
+            if again and candidate.op.origin in ran:
+                found.update(_read_from(candidate.op, made, names))
+    return found
+
+
+def _read_from(op: Op, made: Mapping[Value, Op], names: Set[str]) -> set[str]:
+    """The values of ``names`` that ``op`` reads, also through what is part of its kernel."""
+    seen, found, left = {op}, set(), list(op.values)
+    while left:
+        value = left.pop()
+        maker = made.get(value)
+        if maker is None or maker in seen:
+            continue
+        name = kept_name(maker, value)
+        if name in names:
+            found.add(name)
+        else:
+            seen.add(maker)
+            left += maker.values
+    return found
 
 
 def _fused_residuals(
@@ -98,6 +169,11 @@ def _made_again(solution: Solution, turn: Turn, name: str) -> bool:
     """Whether a value is dropped at its turn, or with the whole iteration that it is of."""
     kept = solution.keep.get(turn)
     return (kept is not None and name not in kept) or _in_segments(solution, turn[0])
+
+
+def _stays(solution: Solution, turn: Turn, name: str) -> bool:
+    """Whether a value is kept, or dropped with the whole iteration that it is of."""
+    return not _made_again(solution, turn, name) or _in_segments(solution, turn[0])
 
 
 def _in_segments(solution: Solution, path: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxmem.errors import PlanMismatchError
+from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan
@@ -36,7 +36,14 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     segments = {s.path: s.counts for s in plan.segments}
     if not (keep or segments or hosted):
         return None
-    return compiler.search.evaluate(keep, offload, hosted, segments=segments, solver=plan.solver)
+    try:
+        return compiler.search.evaluate(
+            keep, offload, hosted, segments=segments, solver=plan.solver
+        )
+    except ArgumentError as error:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} cannot be followed: {error}"
+        ) from error
 
 
 def _check_owner(compiler: Compiler, plan: Plan) -> None:

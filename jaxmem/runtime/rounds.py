@@ -16,6 +16,7 @@ from jaxmem.runtime import describe
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.following import decisions_of
 from jaxmem.runtime.host import host_memory, prefixes
+from jaxmem.runtime.larger import larger
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
     Compiled,
@@ -185,8 +186,13 @@ class _Rounds:
                 f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
                 f"{format_bytes(self.budget)}. {problem or 'Plan again.'}"
             )
-        rounds = tuple(self.rounds)
-        same = replace(plan, budget_bytes=self.budget, compiled_bytes=total, rounds=rounds)
+        same = replace(
+            plan,
+            budget_bytes=self.budget,
+            compiled_bytes=total,
+            rounds=tuple(self.rounds),
+            larger=plan.larger if self.budget == plan.budget_bytes else None,
+        )
         block, hosting = self.compiler.block(solution), self.compiler.hosting(solution)
         return Outcome(same, block, compiled, hosting)
 
@@ -304,6 +310,8 @@ class _Rounds:
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
+        block = self.compiler.block(solution)
+        simulation = search.simulator.step(block) if solution else keep_all
         return Plan(
             function=program.name,
             target=target.name,
@@ -339,6 +347,8 @@ class _Rounds:
                 program.arguments[n].path for n in sorted(solution.hosted if solution else ())
             ),
             notes=tuple(notes),
+            larger=larger(self.compiler, solution, decisions, compiled, self.rounds, self.budget),
+            holders=describe.holders(program, search.nest, block, simulation),
             options=tuple(sorted(self._options(solution, compiled).items())),
         )
 

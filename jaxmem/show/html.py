@@ -12,7 +12,9 @@ from html import escape
 
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.show.pages import Page
 from jaxmem.show.rows import (
+    NUMERIC,
     Bar,
     Grid,
     ReportRows,
@@ -34,7 +36,6 @@ _CATEGORIES = {
     "constant": "#6d8f16",
 }
 _OTHER = "#7b8494"
-_NUMERIC = frozenset({"#", "bytes", "share", "cost", "limit", "predicted", "compiled"})
 _CHART_WIDTH, _CHART_HEIGHT, _CHART_POINTS = 800, 150, 400
 _FAINT = "opacity:.7"
 
@@ -84,9 +85,26 @@ def report_html(report: MemoryReport) -> str:
     )
 
 
+def page_html(page: Page, chart: str = "") -> str:
+    """Returns a page as an HTML fragment.
+
+    Args:
+        page: what to show; names in it are escaped.
+        chart: HTML to show below the sentences.
+    """
+    parts = [_paragraph(sentence) for sentence in page.sentences] + [chart]
+    for item in page.items:
+        parts.append(_heading(item.head))
+        parts += [_paragraph(text) for text in item.lines]
+    if page.more:
+        parts.append(_paragraph(page.more, _FAINT))
+    parts += [part for grid in page.grids for part in _grid(grid)]
+    return _card(page.headline, "", "inherit", parts)
+
+
 def _card(headline: str, verdict: str, color: str, parts: Sequence[str]) -> str:
     title = f'<div style="font-weight:600;font-size:1.1em">{escape(headline)}</div>'
-    state = f'<div style="color:{color};margin-bottom:.6em">{escape(verdict)}</div>'
+    state = f'<div style="color:{color};margin-bottom:.6em">{escape(verdict)}</div>' * bool(verdict)
     style = (
         "color:inherit;font-family:system-ui,sans-serif;line-height:1.45;max-width:60em;"
         "padding:.2em 0"
@@ -215,11 +233,11 @@ def _grid(grid: Grid, heading: bool = True) -> Iterator[str]:
         return
     if heading:
         yield _heading(grid.title)
-    head = "".join(_td(name, name in _NUMERIC, f"font-weight:600;{_FAINT}") for name in grid.header)
+    head = "".join(_td(name, name in NUMERIC, f"font-weight:600;{_FAINT}") for name in grid.header)
     line = "border-top:1px solid rgba(128,128,128,.3);background:none"
     body = "".join(
         f'<tr style="{line}">'
-        + "".join(_td(text, grid.header[i] in _NUMERIC) for i, text in enumerate(row))
+        + "".join(_td(text, grid.header[i] in NUMERIC) for i, text in enumerate(row))
         + "</tr>"
         for row in grid.rows
     )

@@ -17,6 +17,10 @@ from jaxmem.planner.plan import Decision, Plan, Round
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.units import format_budget, format_bytes, format_seconds
 
+# Columns of figures: never cut, and set to the right.
+NUMERIC = frozenset(
+    "#,bytes,share,cost,limit,predicted,compiled,peak,step,time,per GiB,faster".split(",")
+)
 NAME_LIMIT = 80
 NOTE_LIMIT = 400
 _ZERO_WIDTH_JOINER = "\u200d"  # glues emoji together; the only format character worth keeping

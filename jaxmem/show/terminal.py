@@ -17,7 +17,9 @@ from rich.text import Text
 from jaxmem.errors import BudgetInfeasibleError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.show.pages import Page
 from jaxmem.show.rows import (
+    NUMERIC,
     Bar,
     Grid,
     ReportRows,
@@ -36,7 +38,6 @@ CHART_HEIGHT = 6
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _TONES = {"good": "green", "changed": "yellow", "bad": "bold red"}
-_NUMERIC = frozenset({"#", "bytes", "share", "cost", "limit", "predicted", "compiled"})
 _GAP = 2  # cells between two columns
 MIN_NAME = 12  # cells below which a column of names says nothing and is left out
 
@@ -61,6 +62,17 @@ def report_text(report: MemoryReport, *, width: int | None = None) -> str:
     """
     cells = terminal_width() if width is None else bounded(width)
     return plain_text(report_view(report, cells), cells)
+
+
+def page_text(page: Page, *, width: int | None = None) -> str:
+    """Returns a page as plain text without colour, at most ``width`` cells wide.
+
+    Args:
+        page: what to show.
+        width: cells in a line, 40 to 140; the terminal's own width by default.
+    """
+    cells = terminal_width() if width is None else bounded(width)
+    return plain_text(page_view(page, cells), cells)
 
 
 def bounded(width: int) -> int:
@@ -107,6 +119,21 @@ def report_view(report: MemoryReport, width: int) -> Group:
         *_bars(rows.categories, width),
         *_grid(rows.buffers, width),
         *_grid(rows.arguments, width),
+    )
+
+
+def page_view(page: Page, width: int) -> Group:
+    """Returns a page as something :func:`print_view` prints."""
+    items: list[RenderableType] = []
+    for item in page.items:
+        lines = [Padding(_line(text), (0, 0, 0, 4)) for text in item.lines]
+        items += [Text(), _line(item.head, "bold"), *lines]
+    return Group(
+        _line(page.headline, "bold"),
+        *(_line(sentence) for sentence in page.sentences),
+        *items,
+        *([_line(page.more, "dim")] if page.more else []),
+        *(part for grid in page.grids for part in _grid(grid, width)),
     )
 
 
@@ -206,7 +233,7 @@ def _grid(grid: Grid, width: int) -> Iterator[RenderableType]:
     widths = _widths(grid, width - 2)
     for column, cells in widths.items():
         name = grid.header[column]
-        right = "right" if name in _NUMERIC else "left"
+        right = "right" if name in NUMERIC else "left"
         table.add_column(name, justify=right, width=cells, no_wrap=True, header_style="dim")
     for row in grid.rows:
         table.add_row(*(_cell(grid.header[column], row[column]) for column in widths))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem
-from jaxmem.planner.plan import Decision, Kept, Plan, Round, Segmented
+from jaxmem.errors import Holder
+from jaxmem.planner.plan import Decision, Kept, Larger, Plan, Round, Segmented
 
 X = jnp.zeros((1024, 128))
 W = jnp.zeros((128, 128))
@@ -33,24 +34,57 @@ def plan() -> Plan:
     return jaxmem.plan(step, W, X, budget="4.5MiB", progress=False)
 
 
+COUNTS = st.integers(0, 2**63 - 1)
+
+
 def instances(cls):
-    """Any instance of a dataclass of plain fields."""
+    """Any instance of a dataclass of plain fields that does not contradict itself."""
+    if cls is Decision:
+        return plain_instances(cls).map(consistent)
+    if cls is Kept:
+        return plain_instances(cls).map(lambda k: dataclasses.replace(k, offloaded=k.names[:1]))
+    return plain_instances(cls)
+
+
+def consistent(decision: Decision) -> Decision:
+    count = decision.count % 4 + 1
+    again = decision.recomputed % (count + 1)
+    return dataclasses.replace(
+        decision,
+        count=count,
+        recomputed=again,
+        again=tuple(range(again)),
+        action="recompute" if again else "keep",
+        modules=(decision.module,) * count,
+    )
+
+
+def plain_instances(cls):
     kinds = {
-        "int": st.integers(),
-        "float": st.floats(allow_nan=False),
+        "int": COUNTS,
+        "float": st.floats(min_value=0, allow_nan=False),
         "str": st.text(),
         "bool": st.booleans(),
         "Action": st.sampled_from(("keep", "recompute")),
-        "int | None": st.none() | st.integers(),
-        "tuple[int, ...]": st.lists(st.integers()).map(tuple),
+        "int | None": st.none() | COUNTS,
+        "tuple[int, ...]": st.lists(st.integers(1, 9), min_size=1).map(tuple),
         "tuple[str, ...]": st.lists(st.text()).map(tuple),
         "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     }
-    for part in (Decision, Round, Kept, Segmented):
+    for part in (Decision, Round, Kept, Segmented, Holder):
         if cls is Plan:
-            kinds[f"tuple[{part.__name__}, ...]"] = st.lists(instances(part), max_size=3).map(tuple)
+            unique = (lambda p: p.path) if part in (Kept, Segmented) else None
+            some = st.lists(instances(part), max_size=3, unique_by=unique).map(tuple)
+            kinds[f"tuple[{part.__name__}, ...]"] = some
+    if cls is Plan:
+        kinds["Larger | None"] = st.none() | st.builds(
+            Larger, st.integers(1, 2**40), st.floats(0, 9)
+        )
     fields = [f for f in dataclasses.fields(cls) if f.name != "schema_version"]
-    return st.builds(cls, **{f.name: kinds[f.type] for f in fields})
+    given_fields = {f.name: kinds[f.type] for f in fields}
+    if cls is Plan:
+        given_fields["microbatches"] = st.integers(1, 64)
+    return st.builds(cls, **given_fields)
 
 
 @given(instances(Plan))
@@ -93,11 +127,143 @@ def test_decisions_say_what_is_kept(plan: Plan):
     assert plan.recomputed() == tuple(d for d in plan.decisions if d.recomputed)
 
 
+# --- damaged files -----------------------------------------------------------------------------
+
+
+def places(data, where=()):
+    """The way to everything in a plan file."""
+    yield where
+    lists = enumerate(data) if isinstance(data, list) else ()
+    for key, value in data.items() if isinstance(data, dict) else lists:
+        yield from places(value, (*where, key))
+
+
+def put(data, where, value):
+    """A copy of a plan file with something else in one place; `...` takes it away."""
+    if not where:
+        return value
+    copy = dict(data) if isinstance(data, dict) else list(data)
+    changed = put(copy[where[0]], where[1:], value)
+    if changed is ...:
+        del copy[where[0]]
+    else:
+        copy[where[0]] = changed
+    return copy
+
+
+@pytest.fixture(scope="module")
+def full(plan: Plan) -> dict:
+    """A plan file with something in every list, as JSON data."""
+    decision = dataclasses.replace(
+        plan.decisions[0],
+        action="recompute",
+        count=10,
+        recomputed=6,
+        again=tuple(range(6)),
+        modules=("m",) * 10,
+    )
+    changed = dataclasses.replace(
+        plan,
+        hosted=("w",),
+        segments=(Segmented("a", 8, (2, 2)),),
+        notes=("note",),
+        kept=(dataclasses.replace(plan.kept[0], offloaded=plan.kept[0].names[:1]),),
+        decisions=(decision,),
+        holders=plan.holders[:1],
+        rounds=plan.rounds[:1],
+    )
+    assert Plan.from_json(changed.to_json()) == changed
+    return json.loads(changed.to_json())
+
+
+WRONG = (None, True, -1, 1.5, "text", [], {}, [[]], {"a": 1}, 2**70, float("nan"), -0.5, ["x"])
+
+
+@given(st.data())
+def test_a_wrong_type_anywhere_is_refused_by_its_name(full: dict, data):
+    """Whatever is put anywhere: it is a plan that says the same, or a plan mismatch."""
+    where = data.draw(st.sampled_from(list(places(full))))
+    value = data.draw(st.sampled_from((*WRONG, ...)))
+    damaged = put(full, where, {} if not where and value is ... else value)
+    text = json.dumps(damaged)
+    try:
+        found = Plan.from_json(text)
+    except jaxmem.PlanMismatchError as error:
+        named = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in where).lstrip(".")
+        message = str(error)
+        assert "Plan again" in message
+        whole = not where or where == ("schema_version",)
+        assert whole or named.partition("[")[0].partition(".")[0] in message
+        return
+    assert json.loads(found.to_json()) == json.loads(text), "nothing is changed silently"
+
+
+@given(st.data())
+def test_a_truncated_or_overwritten_file_is_refused(full: dict, data):
+    text = json.dumps(full, indent=1)
+    at = data.draw(st.integers(0, len(text) - 1))
+    cut = text[:at] + data.draw(st.sampled_from(("", "\0", "}", "[" * 100_000)))
+    with pytest.raises(jaxmem.PlanMismatchError, match="Plan again"):
+        Plan.from_json(cut)
+
+
+def test_each_type_is_refused_in_each_field(full: dict):
+    """Not left to chance: in every field at least five of the wrong values."""
+    for where in places(full):
+        refused = 0
+        for value in WRONG:
+            if where:
+                try:
+                    Plan.from_json(json.dumps(put(full, where, value)))
+                except jaxmem.PlanMismatchError:
+                    refused += 1
+        assert not where or refused >= 5, where
+
+
 @pytest.mark.parametrize(
-    "damage", ["predicted_bytes", "decisions", "kept", "segments", "budget_bytes"]
+    ("where", "value", "message"),
+    [
+        (("budget_bytes",), -1, "budget_bytes is -1, not a whole number, 0 or more"),
+        (("budget_bytes",), "20GiB", "budget_bytes is '20GiB', not a whole number"),
+        (("budget_bytes",), True, "budget_bytes is True, not a whole number"),
+        (("budget_bytes",), 2.0, r"budget_bytes is 2\.0, not a whole number"),
+        (("predicted_seconds",), -0.1, r"predicted_seconds is -0\.1, not a number, 0 or more"),
+        (("predicted_seconds",), float("nan"), "predicted_seconds is nan, not a number"),
+        (("decisions",), {}, "decisions is an object, not a list"),
+        (("decisions", 0), "v2", r"decisions\[0\] is 'v2', not an object"),
+        (("decisions", 0, "action"), "drop", r"decisions\[0\]\.action is 'drop', not one of"),
+        (("decisions", 0, "action"), "keep", r"\.action is 'keep', not what recomputing 6 values"),
+        (("decisions", 0, "recomputed"), 11, r"\.recomputed is 11, not at most its count 10"),
+        (("decisions", 0, "again"), [0, 99], r"\.again is \(0, 99\), not 6 different numbers"),
+        (("decisions", 0, "modules"), ["m"], r"\.modules is .*, not a list of 10"),
+        (("decisions", 0, "seconds"), ..., r"decisions\[0\]\.seconds is missing"),
+        (("kept", 0, "offloaded"), ["nobody"], r"kept\[0\]\.offloaded is .*, not among its names"),
+        (("segments", 0, "counts"), [0], r"segments\[0\]\.counts is \(0,\), not numbers of 1"),
+        (("microbatches",), 0, "microbatches is 0, not 1 or more"),
+        (("larger",), {"more_bytes": 0, "saved_seconds": 1.0}, r"larger\.more_bytes is 0, not 1"),
+        (("schema_version",), 3, "schema version 3, this jaxmem reads 4"),
+    ],
 )
-def test_a_plan_with_something_missing_is_damaged(plan: Plan, damage: str):
-    data = json.loads(plan.to_json())
-    del data[damage]
-    with pytest.raises(jaxmem.PlanMismatchError, match="plan file is damaged"):
-        Plan.from_json(json.dumps(data))
+def test_what_a_damaged_file_says(full: dict, where, value, message: str):
+    with pytest.raises(jaxmem.PlanMismatchError, match=message):
+        Plan.from_json(json.dumps(put(full, where, value)))
+
+
+def test_two_of_what_there_is_once(full: dict):
+    for name, message in (("kept", r"kept\[1\]\.turn"), ("segments", r"segments\[1\]\.path")):
+        with pytest.raises(jaxmem.PlanMismatchError, match=message):
+            Plan.from_json(json.dumps({**full, name: full[name] * 2}))
+    with pytest.raises(jaxmem.PlanMismatchError, match="notes_ is not a field of a plan"):
+        Plan.from_json(json.dumps({**full, "notes_": []}))
+
+
+def test_files_that_are_no_plan_files(tmp_path):
+    (tmp_path / "latin.json").write_bytes(b"{\xff\xfe}")
+    (tmp_path / "empty.json").write_text("")
+    for name in ("latin.json", "empty.json", ""):
+        with pytest.raises(jaxmem.PlanMismatchError, match="not a jaxmem plan") as caught:
+            Plan.load(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "Plan again" in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "nothing.json")

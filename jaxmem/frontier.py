@@ -1,0 +1,100 @@
+"""What every budget would cost: the trade-off of peak bytes and seconds; nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem.errors import ArgumentError
+from jaxmem.fit import BoundStep, FittedStep, _refuse
+from jaxmem.planner.frontier import Frontier
+from jaxmem.program import nnx
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.frontier import POINTS, curve
+from jaxmem.runtime.progress import Report
+from jaxmem.runtime.progress import progress as show_progress
+from jaxmem.targets.target import Target
+
+
+def frontier(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    points: int = POINTS,
+    compile: bool = False,
+    progress: bool | Report | None = None,
+    **kwargs: Any,
+) -> Frontier:
+    """The best trades of peak bytes for seconds of a step, from keep-all to the smallest program.
+
+    Use it before choosing a budget. It runs nothing and changes nothing. The figures are those of
+    jaxmem's simulator, not of the compiler, unless ``compile`` is set; :func:`jaxmem.plan` for a
+    budget on the curve finds a program that the compiler confirms. Host memory is not used, and
+    ``jaxmem.AUTO`` stands for 1.
+
+    Args:
+        fun: the step, or a step that is fitted already (its own settings are then used).
+        *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
+        target: as for :func:`jaxmem.fit`; ``donate_argnums``, ``static_argnums`` and ``progress``
+            too.
+        points: how many budgets are solved for, 2 or more. What the search sees on the way is on
+            the curve as well.
+        compile: compile as many of the points, and the stock policies.
+
+    Returns:
+        A :class:`~jaxmem.planner.frontier.Frontier`: prints as a table, with ``.points``,
+        ``.stock``, ``.at(budget)``, ``.marginal(budget)``, ``.plot()`` and ``.to_json()``.
+
+    Raises:
+        ArgumentError: ``points`` is not a number of 2 or more.
+        TraceError: JAX cannot trace the function.
+
+    Cost:
+        One trace and ``points`` searches, no compile; with ``compile`` about ``points + 8``.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(4):
+    ...         x = jnp.tanh(x @ w)
+    ...     return (x**2).mean()
+    >>> curve = jaxmem.frontier(jax.grad(loss), jnp.eye(128), jnp.ones((512, 128)), points=3)
+    >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
+    True
+    >>> curve.points[0].seconds > curve.points[-1].seconds == curve.at("1GiB").seconds
+    True
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise ArgumentError(f"points is {points!r}: it takes a whole number of 2 or more.")
+    if isinstance(fun, FittedStep | BoundStep):
+        _refuse(
+            fun,
+            target=target,
+            donate_argnums=None if donate_argnums == () else donate_argnums,
+            static_argnums=None if static_argnums == () else static_argnums,
+            progress=progress,
+        )
+        step = fun.__func__ if isinstance(fun, BoundStep) else fun
+        args = (fun.__self__, *args) if isinstance(fun, BoundStep) else args
+    else:
+        step = FittedStep(
+            fun,
+            budget=None,
+            target=target,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            verify=True,
+            progress=progress,
+        )
+    return _of_step(step, args, kwargs, points, compile)
+
+
+def _of_step(
+    step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any], points: int, compile: bool
+) -> Frontier:
+    with nnx.context((args, kwargs)):
+        program = step._caller.trace(step._caller.take(args, kwargs)).program
+    compiler = Compiler(program, step._target(), check=bool(step._verify))
+    with show_progress(step._progress, f"frontier of {step._caller.name}") as report:
+        return curve(compiler, points, compile, report)

@@ -1,0 +1,173 @@
+"""What two plans do differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from jaxmem.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from jaxmem.planner.plan import Decision, Plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure or setting that differs, as people read it."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A group of values that is treated differently; ``None`` where a program does not have it."""
+
+    before: Decision | None
+    after: Decision | None
+
+    @property
+    def decision(self) -> Decision:
+        """The group, as the later of the plans has it."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the group where it is larger."""
+        return max(d.nbytes for d in (self.before, self.after) if d is not None)
+
+    @property
+    def kind(self) -> str:
+        """What became of what, for instance ``"keep -> recompute"``; equal moves are one group."""
+        if self.before is None or self.after is None:
+            return "new" if self.before is None else "missing"
+        if self.before.action == self.after.action:
+            if self.before.recomputed == self.after.recomputed:
+                others = self.before.again != self.after.again
+                return f"{self.after.action} {'others' if others else 'other sizes'}"
+            fewer = self.after.recomputed < self.before.recomputed
+            return "recompute fewer" if fewer else "recompute more"
+        return f"{self.before.action} -> {self.after.action}"
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What the second of two plans does differently; false where it does the same.
+
+    Attributes:
+        function: name of the function of the first plan, ``other_function`` of the second.
+        same_program: whether both plans are for the same program and shapes.
+        changes: figures and settings.
+        moved: groups of values, by what became of what and then by bytes.
+    """
+
+    function: str
+    other_function: str
+    same_program: bool
+    changes: tuple[Change, ...]
+    moved: tuple[Moved, ...]
+
+    def __bool__(self) -> bool:
+        return not self.same_program or bool(self.changes or self.moved)
+
+    def __str__(self) -> str:
+        from jaxmem.show.reasons import diff_text
+
+        return diff_text(self)
+
+    def _repr_html_(self) -> str:
+        from jaxmem.show.reasons import diff_html
+
+        return diff_html(self)
+
+
+def difference(plan: Plan, other: Plan) -> PlanDiff:
+    """See :meth:`jaxmem.Plan.diff`."""
+    same = plan.fingerprint == other.fingerprint
+    moved = [m for m in _pairs(plan.decisions, other.decisions, same) if _differs(m)]
+    largest: dict[str, int] = {}
+    for m in moved:
+        largest[m.kind] = largest.get(m.kind, 0) + m.nbytes
+    moved.sort(key=lambda m: (-largest[m.kind], m.kind, -m.nbytes, m.decision.key))
+    return PlanDiff(
+        plan.function,
+        other.function,
+        same,
+        tuple(_changes(plan, other, bool(moved))),
+        tuple(moved),
+    )
+
+
+def _differs(moved: Moved) -> bool:
+    a, b = moved.before, moved.after
+    if a is None or b is None:
+        return True
+    return (a.action, a.recomputed, a.again, a.nbytes) != (
+        b.action,
+        b.recomputed,
+        b.again,
+        b.nbytes,
+    )
+
+
+def _pairs(
+    before: Sequence[Decision], after: Sequence[Decision], same_program: bool
+) -> Iterator[Moved]:
+    """Equal groups of both; in different programs those of the same line, module and operation."""
+    groups: dict[tuple, tuple[list[Decision], list[Decision]]] = {}
+    for side, decisions in enumerate((before, after)):
+        for d in decisions:
+            key = (d.source, d.module, d.checkpoint_name, d.primitive, d.dtype)
+            groups.setdefault((d.key,) if same_program else key, ([], []))[side].append(d)
+    for first, second in groups.values():
+        for a, b in zip_longest(first, second):
+            yield Moved(a, b)
+
+
+def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
+    figures = [
+        ("function", plan.function, other.function),
+        ("target", plan.target, other.target),
+        ("solver", plan.solver, other.solver),
+        ("microbatches", str(plan.microbatches), str(other.microbatches)),
+        ("segments", _segments(plan), _segments(other)),
+        ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
+        ("compiler options", _options(plan), _options(other)),
+    ]
+    sizes = ("budget", "predicted", "compiled", "argument", "output", "aliased", "host")
+    for name in sizes:
+        a, b = (getattr(p, f"{name}_bytes") for p in (plan, other))
+        yield from _figure(name, a, b, format_bytes(a), format_bytes(b))
+    for name in ("predicted", "keep_all"):
+        a, b = (getattr(p, f"{name}_seconds") for p in (plan, other))
+        label = "step" if name == "predicted" else "step as written"
+        yield from _figure(label, a, b, format_seconds(a), format_seconds(b))
+    for name, a, b in figures:
+        yield from _figure(name, a, b, a, b)
+    if not moved and plan.kept != other.kept:
+        a, b = ({(k.path, k.turn, n) for k in p.kept for n in k.names} for p in (plan, other))
+        yield Change("values kept by name", f"{len(a)}", f"{len(b)} ({len(a & b)} the same)")
+
+
+def _figure(name: str, a: object, b: object, before: str, after: str) -> Iterator[Change]:
+    """A change; what differs too little to be seen in the usual form is shown in full."""
+    if a != b:
+        yield Change(name, *((before, after) if before != after else (str(a), str(b))))
+
+
+def _segments(plan: Plan) -> str:
+    found = [f"{s.length} in {' x '.join(map(str, s.counts))}" for s in plan.segments]
+    return _listed(found)
+
+
+def _options(plan: Plan) -> str:
+    return _listed([f"{name}={value}" for name, value in plan.options])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

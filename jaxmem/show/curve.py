@@ -1,0 +1,80 @@
+"""A frontier as terminal text, and as HTML with a chart of seconds against peak bytes."""
+
+from __future__ import annotations
+
+from html import escape
+
+from jaxmem.planner.frontier import Frontier, Point, pareto
+from jaxmem.show.html import BLUE, RED, page_html
+from jaxmem.show.pages import frontier_page
+from jaxmem.show.rows import clean
+from jaxmem.show.terminal import page_text
+from jaxmem.units import format_bytes, format_seconds
+
+_WIDTH, _HEIGHT, _LEFT, _MARGIN = 800, 260, 70, 24
+_MOST_DOTS = 64
+
+
+def frontier_text(frontier: Frontier, *, width: int | None = None) -> str:
+    """Returns a frontier as plain text; ``width`` as for ``plan_text``."""
+    return page_text(frontier_page(frontier), width=width)
+
+
+def frontier_html(frontier: Frontier) -> str:
+    """Returns a frontier as an HTML fragment: chart, points, policies."""
+    return page_html(frontier_page(frontier), _chart(frontier))
+
+
+def _chart(frontier: Frontier) -> str:
+    """The curve as steps, since a budget buys the point at its left; policies as letters."""
+    points = pareto(frontier.points)
+    shown = [*points, *frontier.stock]
+    least, most = (pick(p.peak_bytes for p in shown) for pick in (min, max))
+    quick, slow = (pick(p.seconds for p in shown) for pick in (min, max))
+
+    def x(nbytes: int) -> str:
+        share = (nbytes - least) / max(1, most - least)
+        return f"{_LEFT + share * (_WIDTH - _LEFT - 2 * _MARGIN):.1f}"
+
+    def y(seconds: float) -> str:
+        share = (slow - seconds) / ((slow - quick) or 1.0)
+        return f"{_MARGIN + share * (_HEIGHT - 2 * _MARGIN):.1f}"
+
+    steps, last = [], None
+    for p in points:
+        steps += [f"{x(p.peak_bytes)},{y(last)}"] if last is not None else []
+        steps.append(f"{x(p.peak_bytes)},{y(p.seconds)}")
+        last = p.seconds
+    dots = "".join(
+        f'<circle cx="{x(p.peak_bytes)}" cy="{y(p.seconds)}" r="3.5" fill="{BLUE}">{_title(p)}'
+        "</circle>"
+        for p in points[:: max(1, -(-len(points) // _MOST_DOTS))]
+    )
+    letters = "".join(
+        f'<g><rect x="{x(p.peak_bytes)}" y="{y(p.seconds)}" width="6" height="6" fill="{RED}" '
+        f'transform="translate(-3 -3)"/><text x="{x(p.peak_bytes)}" y="{y(p.seconds)}" dx="6" '
+        f'dy="{-4 - 11 * (n % 3)}">{chr(ord("a") + n % 26)}</text>{_title(p)}</g>'
+        for n, p in enumerate(frontier.stock)
+    )
+    name = f"seconds a step against peak bytes, {len(points)} points"
+    ends = [(_LEFT, "start", least), (_WIDTH - _MARGIN, "end", most)]
+    axis = "".join(
+        f'<text x="{at}" y="{_HEIGHT - 4}" text-anchor="{anchor}">{format_bytes(n)}</text>'
+        for at, anchor, n in ends
+    )
+    axis += "".join(
+        f'<text x="{_LEFT - 8}" y="{y(s)}" dy="4" text-anchor="end">{format_seconds(s)}</text>'
+        for s in dict.fromkeys((slow, quick))
+    )
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'style="width:100%;max-width:{_WIDTH}px;height:auto;display:block" '
+        f'font-size="13" font-family="inherit" fill="currentColor"><title>{escape(name)}</title>'
+        f'<polyline points="{" ".join(steps)}" fill="none" stroke="{BLUE}" stroke-width="2"/>'
+        f"{dots}{letters}{axis}</svg>"
+    )
+
+
+def _title(point: Point) -> str:
+    words = f"{clean(point.solver)}: {format_bytes(point.peak_bytes)}"
+    return f"<title>{escape(f'{words}, {format_seconds(point.seconds)}')}</title>"
