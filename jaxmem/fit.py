@@ -13,10 +13,11 @@ import jax
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.program.microbatches import standing_for
-from jaxmem.runtime import microbatches, rounds
+from jaxmem.runtime import microbatches, policed, rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report, progress
@@ -45,6 +46,7 @@ class FittedStep:
         verify: Verify,
         progress: bool | Report | None,
         plan: Plan | None = None,
+        policy: Policy | None = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         if verify not in (True, False, "full"):
@@ -54,12 +56,18 @@ class FittedStep:
                 f"plan is a {type(plan).__name__}: it takes a jaxmem.Plan, such as "
                 'Plan.load("plan.json").'
             )
+        policed.check_type(policy)
+        if plan is not None and policy is not None:
+            raise ArgumentError(
+                "fit(plan=..., policy=...): a plan has decided already. Leave one of them out."
+            )
         if isinstance(fun, FittedStep):
             raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
         self._written = fun
         self._caller = Caller(fun, donate_argnums, static_argnums)
         self._budget, self._wanted_target = budget, target
         self._verify, self._progress, self._given = verify, progress, plan
+        self._policy = policy
         check_budget(budget)
         if target is not None:
             Target.resolve(target)
@@ -163,7 +171,7 @@ class FittedStep:
         if call.key not in self._outcomes:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            compiler = Compiler(traced.program, target, check=bool(self._verify))
+            compiler = Compiler(traced.program, target, bool(self._verify), self._policy)
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 if self._given is not None:
                     outcome = rounds.follow(compiler, self._given, budget_bytes, report)
@@ -216,6 +224,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    policy: Policy | None = None,
 ) -> FittedStep: ...
 @overload
 def fit(
@@ -228,6 +237,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    policy: Policy | None = None,
 ) -> Callable[[Callable[..., Any]], FittedStep]: ...
 def fit(
     fun: Callable[..., Any] | None = None,
@@ -239,6 +249,7 @@ def fit(
     verify: Verify = True,
     progress: bool | Report | None = None,
     plan: Plan | None = None,
+    policy: Policy | None = None,
 ) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
     """A train step that runs inside a byte budget and computes the same thing.
 
@@ -261,6 +272,10 @@ def fit(
         progress: show what planning does; ``None`` shows it in a terminal.
         plan: a plan made before, such as ``Plan.load(path)``: it is compiled and checked, and
             nothing is searched.
+        policy: what of the forward pass to save, offload and recompute for the backward pass, in
+            the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
+            value is followed as it is; the rules of ``policies.planned.override(...)`` bind the
+            planner, which decides about the rest.
 
     Returns:
         A callable like ``fun`` with ``.plan``, ``.place``, ``.lower`` and ``.report``.
@@ -272,6 +287,7 @@ def fit(
         TraceError: JAX cannot trace the function.
         VerificationError: the compiled program is not what the plan says.
         PlanMismatchError: the given plan was made for another program or other shapes.
+        PolicyError: a rule of the policy matches nothing or cannot be followed.
 
     Cost:
         Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
@@ -300,6 +316,7 @@ def fit(
         "verify": verify,
         "progress": progress,
         "plan": plan,
+        "policy": policy,
     }
     if fun is None:
         return lambda f: FittedStep(f, **options)
@@ -315,6 +332,7 @@ def plan(
     static_argnums: int | Sequence[int] = (),
     verify: bool = True,
     progress: bool | Report | None = None,
+    policy: Policy | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan that :func:`fit` would follow, without running anything.
@@ -323,7 +341,7 @@ def plan(
         fun: the step, or a step that is fitted already (its own settings are then used).
         *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
         budget: as for :func:`fit`; ``target``, ``donate_argnums``, ``static_argnums``,
-            ``verify`` and ``progress`` too.
+            ``verify``, ``progress`` and ``policy`` too.
 
     Raises:
         BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
@@ -342,6 +360,7 @@ def plan(
             static_argnums=None if static_argnums == () else static_argnums,
             verify=None if verify is True else verify,
             progress=progress,
+            policy=policy,
         )
         return fun.plan(*args, **kwargs)
     fitted = FittedStep(
@@ -352,6 +371,7 @@ def plan(
         static_argnums=static_argnums,
         verify=verify,
         progress=progress,
+        policy=policy,
     )
     return fitted.plan(*args, **kwargs)
 

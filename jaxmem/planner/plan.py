@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxmem.errors import PlanMismatchError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -124,7 +124,8 @@ class Plan:
         predicted_seconds: predicted time of one step on the target.
         keep_all_seconds: predicted time of one step as written.
         decisions: one entry per group of values that live from forward to backward.
-        solver: which search produced it, or ``"keep-all"`` when the program is unchanged.
+        solver: which search produced it, or ``"keep-all"`` when the program is unchanged; with a
+            policy that is named too, and one that decides about every value is named alone.
         rounds: every compile that was made, in order.
         notes: anything the user should know (for instance: runs here, planned for another GPU).
         fingerprint: hash of the program the plan belongs to.
@@ -132,6 +133,7 @@ class Plan:
         segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
+        policy: JSON of the policy it follows, which ``Policy.from_json`` reads; ``""`` for none.
     """
 
     function: str
@@ -157,6 +159,7 @@ class Plan:
     host_bytes: int = 0
     hosted: tuple[str, ...] = ()
     microbatches: int = 1
+    policy: str = ""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
