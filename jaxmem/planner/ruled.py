@@ -11,11 +11,13 @@ or when what it is made of is not kept; otherwise it is made again in those kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.errors import PolicyError
 from jaxmem.planner.candidates import Candidate, TurnChoices
+from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import KeptSets, Members
 from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.values import Line, Part, forward_lines
@@ -59,6 +61,7 @@ class Ruled:
         whole: pairs of scans that keep something from iteration to iteration, so that they cannot
             run in segments.
         offloads: what each rule that offloads selects.
+        idle: the rules that save by name what no backward pass needs.
         allows_written: whether the program as written does what the policy says.
     """
 
@@ -69,6 +72,7 @@ class Ruled:
     extra: tuple[tuple[Turn, Candidate], ...] = ()
     whole: frozenset[str] = frozenset()
     offloads: tuple[Offloaded, ...] = ()
+    idle: tuple[Rule, ...] = ()
     allows_written: bool = True
 
     @property
@@ -183,9 +187,10 @@ def ruled_by(
         {turn: names for turn, names in keep.items() if names or not policy.uses_planner},
         {d.turn: frozenset(d.drop) for d in decided if d.drop},
         {d.turn: frozenset(d.offload) for d in decided if d.offload},
-        tuple((d.turn, candidate) for d in decided for candidate in d.extra),
+        tuple((d.turn, candidate) for d in decided for candidate in d.extra()),
         frozenset(whole) - {""},
         tuple(_offloads(policy, decided)),
+        tuple(_idle(policy, decided)),
         all(action in (None, Action.SAVE) for action in actions),
     )
 
@@ -200,7 +205,7 @@ class _Decided:
         self.keep: set[str] = set(line.always if not policy.uses_planner else ())
         self.drop: set[str] = set()
         self.offload: set[str] = set()
-        self.extra: list[Candidate] = []
+        self.added: dict[Part, list[tuple[str, Value]]] = {}
         self.moved: dict[Part, frozenset[str]] = {}
         stay = {part.value for part, action in self.actions.items() if action in _KEPT}
         for part, action in self.actions.items():
@@ -227,9 +232,35 @@ class _Decided:
             self.drop.update(set(part.names) - set(names))
             self.offload.update(names)
             self.moved[part] = frozenset(str(value.key) for value in values)
-        for name, value in zip(names, values, strict=True):
-            if name not in known and part.is_read_late(self.line):
-                self.extra.append(self.line.candidate(part, name, value))
+        found = [(name, value) for name, value in zip(names, values, strict=True)]
+        self.added[part] = [(name, value) for name, value in found if name not in known]
+
+    @functools.cached_property
+    def needed(self) -> frozenset[Value]:
+        """What is read after the turn, by what is made again there too."""
+        found: set[Value] = set()
+        stack = list(self.line.late)
+        makers = {v: op for op in self.line.early for v in op.outputs}
+        while stack:
+            value = stack.pop()
+            if value in found:
+                continue
+            found.add(value)
+            op = makers.get(value)
+            if op is not None and may_repeat(op) and kept_name(op, value) not in self.keep:
+                stack.extend(op.values)
+        return frozenset(found)
+
+    def is_needed(self, part: Part) -> bool:
+        """Whether the backward pass would miss the value."""
+        return any(v in self.needed for v in (part.value, *(view for _, view in part.views)))
+
+    def extra(self) -> Iterator[Candidate]:
+        """Values that are kept and are no candidates of the search."""
+        for part, added in self.added.items():
+            if self.is_needed(part):
+                for name, value in added:
+                    yield self.line.candidate(part, name, value)
 
 
 def _repeatable(part: Part) -> bool:
@@ -253,6 +284,19 @@ def _offloads(policy: Policy, decided: Sequence[_Decided]) -> Iterable[Offloaded
         ]
         keys = frozenset[str]().union(*(keys for _, keys in chosen))
         yield Offloaded(rule, tuple(dict.fromkeys(label for label, _ in chosen)), keys)
+
+
+def _idle(policy: Policy, decided: Sequence[_Decided]) -> Iterable[Rule]:
+    for rule in policy.rules():
+        if rule.action == Action.SAVE and rule.selector.names:
+            chosen = [
+                d.is_needed(part)
+                for d in decided
+                for part, action in d.actions.items()
+                if action == Action.SAVE and rule.selector.matches(part.facts)
+            ]
+            if chosen and not any(chosen):
+                yield rule
 
 
 def _check_selects(policy: Policy, parts: Sequence[Part], lines: Sequence[Line], what: str) -> None:

@@ -53,10 +53,6 @@ class Part:
         """The operation that makes the value or one of its views."""
         return next((op for op, view in self.views if view is value), self.made_by)
 
-    def is_read_late(self, line: Line) -> bool:
-        """Whether anything after the turn reads it."""
-        return any(v in line.late for v in (self.value, *(view for _, view in self.views)))
-
     def to_keep(self, line: Line) -> list[Value]:
         """What is kept to save it; an input of the block is there anyway."""
         return [] if self.made_by is None else [self.value]
@@ -81,7 +77,8 @@ class Line:
     Attributes:
         block: the line.
         turn: where it ends; ``None`` where no backward pass follows that could be planned.
-        parts: its values.
+        early: its operations.
+        parts: their results.
         hidden: checkpoint names inside operations that are planned whole.
         times: how often it runs in a step.
         pair: for one iteration of a pair of scans the path of that, else ``""``.
@@ -97,6 +94,7 @@ class Line:
 
     block: Block
     turn: Turn | None
+    early: tuple[Op, ...]
     parts: tuple[Part, ...]
     hidden: tuple[Facts, ...]
     times: int
@@ -179,10 +177,12 @@ def _line(nest: Nest, at: int | None, around: _Around) -> Line:
     loops = [op for op in early if id(op) in paired]
     lasting = [*loops, *turned, *(op for op in early if not may_repeat(op))]
     late = {v for op in block.ops[end:] for v in op.values}
-    late |= {v for v in block.outputs if isinstance(v, Value)}
+    # What an iteration hands to the next one is not read late.
+    late |= {v for v in block.outputs[len(around.carries) :] if isinstance(v, Value)}
     return Line(
         block=block,
         turn=None if at is None else (block.path, at),
+        early=tuple(early),
         parts=tuple(_parts(block, early, around.stacks, paired)),
         hidden=tuple(_hidden(early, around.stacks)),
         times=around.times,

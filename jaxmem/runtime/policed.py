@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmem.errors import ArgumentError, BudgetInfeasibleError, PolicyError, VerificationError
-from jaxmem.planner.ruled import unread
+from jaxmem.planner.ruled import Ruled, unread
 from jaxmem.policies import Policy
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.units import format_budget, format_bytes
@@ -56,6 +56,13 @@ def check_offloads(compiler: Compiler) -> None:
         f"{what}: no backward pass reads it, or it is an argument and stays on the device. Name a "
         "value that the backward pass needs, such as a block's input, not its output."
     )
+
+
+def notes(ruled: Ruled) -> list[str]:
+    """What a plan says about rules that change nothing."""
+    return [
+        f"{rule!r} changes nothing: no backward pass needs what it saves" for rule in ruled.idle
+    ]
 
 
 def undone(compiler: Compiler, problem: str) -> VerificationError:

@@ -330,6 +330,7 @@ class _Rounds:
         if solution is not None and not any(d.recomputed for d in decisions):
             notes.append(describe.ONLY_FUSED)
         notes += describe.in_segments(search.nest, solution.segments if solution else {})
+        notes += policed.notes(search.ruled)
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
