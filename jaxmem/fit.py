@@ -307,6 +307,9 @@ def fit(
     (128, 128)
     >>> step.plan(w, x).solver
     'keep-all'
+    >>> by_hand = jaxmem.fit(step.__wrapped__, policy=jaxmem.policies.nothing, progress=False)
+    >>> by_hand.plan(w, x).solver
+    'policy: nothing'
     """
     options: dict[str, Any] = {
         "budget": budget,

@@ -422,9 +422,9 @@ def test_a_plan_made_for_another_program():
     [
         ("not json", "not a jaxmem plan"),
         ("[]", "plan has schema version 'list'"),
-        ('{"schema_version": 0}', "plan has schema version 0, this jaxmem reads 3. Plan again"),
-        ('{"schema_version": 3}', "plan file is damaged"),
-        ('{"schema_version": 3, "decisions": [], "rounds": [], "notes": []}', "damaged"),
+        ('{"schema_version": 0}', "plan has schema version 0, this jaxmem reads 4. Plan again"),
+        ('{"schema_version": 4}', "plan file is damaged"),
+        ('{"schema_version": 4, "decisions": [], "rounds": [], "notes": []}', "damaged"),
     ],
 )
 def test_a_plan_file_that_is_not_one(text: str, message: str, tmp_path):

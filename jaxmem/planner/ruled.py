@@ -87,7 +87,7 @@ class Ruled:
 
     def solver(self, planner: str) -> str:
         """How a plan says who made it, where the planner alone would say ``planner``."""
-        if self.policy is None:
+        if self.policy is None or not (self.total or any(self.policy.rules())):
             return planner
         said = f"policy: {self.policy!r}"
         return said if self.total else f"{planner}, {said}"
