@@ -204,10 +204,10 @@ def cut_places(problem: Problem) -> Iterator[tuple[int, frozenset[int]]]:
     positions = list(valley_positions(widths))
     if len(positions) < _FEWEST_VALLEYS:
         positions = list(_path_positions(held) or low_positions(widths, held))
-        last = _read_first(problem, positions[-1] if positions else -1)
-        if last and sum(problem.nbytes[v] for v in last) <= max(widths):
+        loss = _read_first(problem, positions[-1] if positions else -1)
+        if loss and sum(problem.nbytes[v] for v in loss) <= max(widths):
             positions = [p for p in positions if p < problem.turn - 1] + [problem.turn - 1]
-            held[-1] = last
+            held[-1] = loss
     return ((p, held[p]) for p in positions if held[p])
 
 
