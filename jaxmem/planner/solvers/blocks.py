@@ -80,17 +80,18 @@ class Blocks:
         Stages share what is handed on and the table rounds up, so the memory of the table is not
         quite that of the line; one grows with the other.
         """
-        low, high, best = -1, table.slots + 1, None
+        low, high = -1, table.slots + 1
+        seen: list[tuple[Choice, Run]] = []
         while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
             fitting = [f for f in found if limits.allow(f[1])]
             if fitting or not found:
                 low = middle
-                best = min([*fitting, *([best] if best else [])], key=_cost, default=None)
+                seen += fitting
             else:
                 high = middle
-        return best
+        return min(seen, key=_cost, default=None)
 
     def _table(self, most_bytes: int, clock: Clock) -> ChainTable | None:
         """The table for that many bytes; ``None`` if there is no time to fill one."""
