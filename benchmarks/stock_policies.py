@@ -35,7 +35,7 @@ from tests.problems import PROBLEMS, pure
 
 TARGET = "h200"
 # Predicted seconds that are equal but for the order in which they were added.
-EQUAL = 1e-9
+EQUAL = 1e-6
 LESS, SHARE = 0.90, 0.5
 HEADINGS = ("problem", "policy", "budget", "policy s", "ours s", "again", "ours again", "verdict")
 WIDTHS = (30, 40, 9, 10, 10, 10, 10, 8)

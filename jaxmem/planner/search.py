@@ -50,6 +50,8 @@ _NEAR_SMALLEST = (1.0, 1.1, 1.35, 1.7, 2.0)
 # How often a limit is moved until what is written out fits what was proposed on paper.
 _MOST_CORRECTIONS = 6
 _CLOSER = 0.99
+_NEARLY = 1.1
+_MOST_SIMPLE = 6
 _WELL_USED = 0.98
 # Below this many times the smallest peak without nesting, nested recomputation is looked at.
 _TIGHT = 1.5
@@ -296,16 +298,21 @@ class Search:
             # A little less than in proportion: what is written out does not follow that closely.
             closer = _CLOSER if judged.temp_bytes > limit_bytes else 1.0
             aim = int(aim * closer * limit_bytes / max(judged.temp_bytes, 1))
-        others = [self.evaluate(s.keep, solver=s.solver) for s in self._simple_within(limit_bytes)]
+            if judged.temp_bytes > limit_bytes:
+                aim = min(aim, proposal.temp_bytes - 1)
+        # Paper may say too much: what is a little over there may fit when it is written out.
+        nearly = self._simple_within(int(limit_bytes * _NEARLY), most=_MOST_SIMPLE)
+        others = [self.evaluate(s.keep, solver=s.solver) for s in nearly]
         if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
             others += [*self._in_segments(), *self._nested_smallest()]
         found = [s for s in (best, *others) if s is not None and s.temp_bytes <= limit_bytes]
         return min(found, key=lambda s: s.cost, default=None)
 
-    def _simple_within(self, limit_bytes: int) -> list[Solution]:
-        """The fastest simple answers that fit on paper."""
+    def _simple_within(self, limit_bytes: int, most: int = 2) -> list[Solution]:
+        """The fastest simple answers that fit on paper, and the smallest."""
         fitting = [s for s in self.bases() if s.temp_bytes <= limit_bytes]
-        return sorted(fitting, key=lambda s: s.cost)[:2]
+        found = [*sorted(fitting, key=lambda s: s.cost)[:most], *fitting[:1]]
+        return list({s.key: s for s in found}.values())
 
     def _propose(self, limit_bytes: int, *, thorough: bool) -> Solution | None:
         """The fastest kept set within ``limit_bytes`` on paper."""

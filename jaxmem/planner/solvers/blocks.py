@@ -82,18 +82,17 @@ class Blocks:
         quite that of the line; one grows with the other.
         """
         low, high = -1, table.slots + 1
-        best: tuple[Choice, Run] | None = None
+        seen: list[tuple[Choice, Run]] = []
         while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
             fitting = [f for f in found if limits.allow(f[1])]
             if fitting or not found:
                 low = middle
-                better = [*fitting, best] if best is not None else fitting
-                best = min(better, key=_cost) if better else None
+                seen += fitting
             else:
                 high = middle
-        return best
+        return min(seen, key=_cost, default=None)
 
     def _table(self, most_bytes: int, clock: Clock) -> ChainTable | None:
         """A table for at least that many bytes; ``None`` if there is no time to fill one.
@@ -104,7 +103,8 @@ class Blocks:
         if step not in self._tables:
             most = math.ceil(_SHARED**step)
             slot_bytes = max(1, -(-most // _SLOTS))
-            table = ChainTable(self.stages.chain, slot_bytes, -(-most // slot_bytes), clock.over)
+            slots = -(-most // slot_bytes)
+            table = ChainTable(self.stages.chain, slot_bytes, slots, clock.over)
             if not table.complete:
                 return None
             self._tables[step] = table
