@@ -151,6 +151,7 @@ def test_the_explanation_is_about_the_plan(capsys):
     assert "train_step on cpu: h3\n" in printed
     assert "h3" in found["plan"].explain("h3").reasons[0].decision.modules
     assert found["plan"].diff(found["tighter"])
+    assert all(p.compiled_bytes <= p.budget_bytes for p in plans_in(found))
 
 
 def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
