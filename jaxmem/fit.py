@@ -13,11 +13,13 @@ import jax
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.program.microbatches import standing_for
-from jaxmem.runtime import microbatches, rounds
+from jaxmem.runtime import microbatches, policed, rounds
 from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.bound import BoundStep
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.rounds import Outcome
@@ -46,6 +48,7 @@ class FittedStep:
         progress: bool | Report | None,
         plan: Plan | None = None,
         host_budget: Budget = None,
+        policy: Policy | None = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         if verify not in (True, False, "full"):
@@ -55,12 +58,18 @@ class FittedStep:
                 f"plan is a {type(plan).__name__}: it takes a jaxmem.Plan, such as "
                 'Plan.load("plan.json").'
             )
+        policed.check_type(policy)
+        if plan is not None and policy is not None:
+            raise ArgumentError(
+                "fit(plan=..., policy=...): a plan has decided already. Leave one of them out."
+            )
         if isinstance(fun, FittedStep):
             raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
         self._written = fun
         self._caller = Caller(fun, donate_argnums, static_argnums)
         self._budget, self._wanted_target = budget, target
         self._verify, self._progress, self._given = verify, progress, plan
+        self._policy = policy
         check_budget(budget)
         if host_budget is not None and host_budget != 0:
             check_budget(host_budget)
@@ -182,7 +191,7 @@ class FittedStep:
         if call.key not in self._outcomes:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            compiler = Compiler(traced.program, target, check=bool(self._verify))
+            compiler = Compiler(traced.program, target, bool(self._verify), self._policy)
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 if self._given is not None:
                     outcome = rounds.follow(compiler, self._given, budget_bytes, report)
@@ -197,34 +206,6 @@ class FittedStep:
         return self._traced[call.key], self._outcomes[call.key]
 
 
-class BoundStep:
-    """A fitted method of one instance: the step with its first argument filled in."""
-
-    def __init__(self, step: FittedStep, instance: Any):
-        functools.update_wrapper(self, step, updated=())
-        self.__func__, self.__self__ = step, instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step."""
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """As :meth:`FittedStep.plan`."""
-        return self.__func__.plan(self.__self__, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As :meth:`FittedStep.lower`."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
-        """As :meth:`FittedStep.report`."""
-        return self.__func__.report(self.__self__, *args, **kwargs)
-
-    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As :meth:`FittedStep.place`, for the arguments after the instance."""
-        return self.__func__.place(self.__self__, *args, **kwargs)[1:]
-
-
 @overload
 def fit(
     fun: Callable[..., Any],
@@ -237,6 +218,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    policy: Policy | None = None,
 ) -> FittedStep: ...
 @overload
 def fit(
@@ -250,6 +232,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    policy: Policy | None = None,
 ) -> Callable[[Callable[..., Any]], FittedStep]: ...
 def fit(
     fun: Callable[..., Any] | None = None,
@@ -262,6 +245,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    policy: Policy | None = None,
 ) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
     """A train step that runs inside a byte budget and computes the same thing.
 
@@ -288,6 +272,10 @@ def fit(
             only where nothing fits without: values that cross from forward to backward, and an
             optimizer's moments, are then kept there. A number lets plans use it to be faster,
             ``0`` never.
+        policy: what of the forward pass to save, offload and recompute for the backward pass, in
+            the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
+            value is followed as it is; the rules of ``policies.planned.override(...)`` bind the
+            planner, which decides about the rest.
 
     Returns:
         A callable like ``fun`` with ``.plan``, ``.place``, ``.lower`` and ``.report``.
@@ -299,6 +287,7 @@ def fit(
         TraceError: JAX cannot trace the function.
         VerificationError: the compiled program is not what the plan says.
         PlanMismatchError: the given plan was made for another program or other shapes.
+        PolicyError: a rule of the policy matches nothing or cannot be followed.
 
     Cost:
         Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
@@ -318,6 +307,9 @@ def fit(
     (128, 128)
     >>> step.plan(w, x).solver
     'keep-all'
+    >>> by_hand = jaxmem.fit(step.__wrapped__, policy=jaxmem.policies.nothing, progress=False)
+    >>> by_hand.plan(w, x).solver
+    'policy: nothing'
     """
     options: dict[str, Any] = {
         "budget": budget,
@@ -328,6 +320,7 @@ def fit(
         "progress": progress,
         "plan": plan,
         "host_budget": host_budget,
+        "policy": policy,
     }
     if fun is None:
         return lambda f: FittedStep(f, **options)
@@ -344,6 +337,7 @@ def plan(
     verify: bool = True,
     progress: bool | Report | None = None,
     host_budget: Budget = None,
+    policy: Policy | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan that :func:`fit` would follow, without running anything.
@@ -352,7 +346,7 @@ def plan(
         fun: the step, or a step that is fitted already (its own settings are then used).
         *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
         budget: as for :func:`fit`; ``target``, ``donate_argnums``, ``static_argnums``,
-            ``verify``, ``progress`` and ``host_budget`` too.
+            ``verify``, ``progress``, ``host_budget`` and ``policy`` too.
 
     Raises:
         BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
@@ -372,6 +366,7 @@ def plan(
             verify=None if verify is True else verify,
             progress=progress,
             host_budget=host_budget,
+            policy=policy,
         )
         return fun.plan(*args, **kwargs)
     fitted = FittedStep(
@@ -383,6 +378,7 @@ def plan(
         verify=verify,
         progress=progress,
         host_budget=host_budget,
+        policy=policy,
     )
     return fitted.plan(*args, **kwargs)
 

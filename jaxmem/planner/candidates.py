@@ -134,7 +134,7 @@ def _at_turn(
                 value,
                 value.nbytes * stacked,
                 seconds,
-                _group(block.path, turn, op, value),
+                group_of(block.path, turn, op, value),
             )
     found = _valleys(block.ops[:turn], fusion, frozenset(candidates))
     place = {v: index for index, op in enumerate(block.ops[:turn]) for v in op.outputs}
@@ -148,7 +148,7 @@ def _at_turn(
     )
 
 
-def _group(path: str, turn: int, op: Op, value: Value) -> str:
+def group_of(path: str, turn: int, op: Op, value: Value) -> str:
     """Equal for the same line of code in repeated layers: numbers in names do not count."""
     stack = re.sub(r"\d+", "#", _compat.name_stack_of(op.eqn))
     line = _compat.user_line(op.eqn)

@@ -234,13 +234,16 @@ class Level:
                 protected.update(op.outputs)
         if not held:
             return {}
-        copies = [v for p in positions for v in self.ops[p].outputs]
-        made_again = sum([v.nbytes for v in copies if self.facts.roots[v] == (v,)])
-        waited = dict.fromkeys(self._finished(index, made_again))
+        waited = dict.fromkeys(self._finished(index, self._made_again(positions)))
         if self.host or not waited:
             waited.update(dict.fromkeys(self._trigger(index, use)))
         behind = self._barrier(use, list(held), list(waited), tag)
         return {v: behind[v] for v in held}
+
+    def _made_again(self, positions: Sequence[int]) -> int:
+        """Bytes of the buffers that a recomputation makes."""
+        copies = [v for p in positions for v in self.ops[p].outputs]
+        return sum([v.nbytes for v in copies if self.facts.roots[v] == (v,)])
 
     def _barrier(
         self, use: Op, held: Sequence[Value], waited: Sequence[Value], tag: str

@@ -15,6 +15,9 @@ from jaxmem.planner.schedule import Keep, Turn
 from jaxmem.program.ir import Program
 from jaxmem.program.loops import is_backward
 
+# Smaller arrays are not worth a copy of their own.
+_FEWEST_BYTES = 2**18
+
 Evaluate = Callable[[KeptSets, Keep], Solution]
 
 
@@ -94,6 +97,6 @@ def hostable(program: Program) -> list[int]:
     found = [
         number
         for number, value in enumerate(program.block.inputs[first:])
-        if value not in read and first + number in places and value.nbytes
+        if value not in read and first + number in places and value.nbytes >= _FEWEST_BYTES
     ]
     return sorted(found, key=lambda n: (-program.block.inputs[first + n].nbytes, n))

@@ -167,7 +167,8 @@ class Plan:
         predicted_seconds: predicted time of one step on the target.
         keep_all_seconds: predicted time of one step as written.
         decisions: one entry per group of values that live from forward to backward.
-        solver: which search produced it, or ``"keep-all"`` when the program is unchanged.
+        solver: which search produced it, or ``"keep-all"`` when the program is unchanged; with a
+            policy that is named too, and one that decides about every value is named alone.
         rounds: every compile that was made, in order.
         notes: anything the user should know (for instance: runs here, planned for another GPU).
         fingerprint: hash of the program the plan belongs to.
@@ -177,6 +178,7 @@ class Plan:
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written.
         holders: what fills the predicted peak, the largest first.
+        policy: JSON of the policy it follows, which ``Policy.from_json`` reads; ``""`` for none.
     """
 
     function: str
@@ -204,6 +206,7 @@ class Plan:
     microbatches: int = 1
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
+    policy: str = ""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

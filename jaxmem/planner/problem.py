@@ -275,7 +275,7 @@ class _Play:
             return 0
         taken, made = 0, self.problem.kernels[self.steps[step]].makes
         for instance in range(first, first + len(made)):
-            if end[instance] != step and sizes[instance] and sizes[instance] in dying:
+            if sizes[instance] and sizes[instance] in dying:
                 dying.remove(sizes[instance])
                 taken += int(sizes[instance])
         return taken

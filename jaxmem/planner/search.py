@@ -20,10 +20,12 @@ from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.offloading import Offloader
+from jaxmem.planner.ruled import Ruled, ruled_by
 from jaxmem.planner.schedule import Keep, Scheduler, Turn, is_nested
 from jaxmem.planner.segments import Segments, segment_choices, splittable
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.solvers import milp
+from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
 from jaxmem.program.loops import Nest, nest
@@ -76,9 +78,12 @@ class Search:
         line: the program as one line of kernels, if it has a single turn and that is not in a loop.
         pinned: names that are always kept.
         hosted: argument leaves that live in host memory, by their positions.
+        ruled: what a policy decides; it holds in every solution that is found.
     """
 
-    def __init__(self, program: Program, rates: Rates, *, host: bool = False):
+    def __init__(
+        self, program: Program, rates: Rates, *, host: bool = False, policy: Policy | None = None
+    ):
         self.program = program
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
@@ -89,7 +94,10 @@ class Search:
         for choice in self.choices:
             for candidate in choice.candidates:
                 self.groups.setdefault(candidate.group, []).append((choice.turn, candidate))
-        self.line = self._line()
+        self.ruled: Ruled = ruled_by(policy, self.nest, self.choices, program.name, host=host)
+        for turn, candidate in self.ruled.extra:
+            self.groups.setdefault(candidate.group, []).append((turn, candidate))
+        self.line = self._line() if self.ruled.on_paper else None
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
         self._simulated: dict[frozenset, Solution] = {}
@@ -151,7 +159,7 @@ class Search:
             solver: who proposed it.
         """
         keep = self._with_pinned(keep)
-        offload = {turn: names for turn, names in offload.items() if names}
+        offload = {t: names for t, names in self.ruled.offloaded(offload).items() if names}
         segments = {path: counts for path, counts in segments.items() if counts}
         asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted | self.hosted)
         if asked.key not in self._simulated:
@@ -166,9 +174,9 @@ class Search:
         return list(self._simulated.values())
 
     def _with_pinned(self, keep: KeptSets) -> KeptSets:
-        if not self.pinned:
-            return keep
-        return {turn: type(kept)(kept | self.pinned) for turn, kept in keep.items()}
+        if self.pinned:
+            keep = {turn: type(kept)(kept | self.pinned) for turn, kept in keep.items()}
+        return self.ruled.applied(keep)
 
     def _on_paper(self, keep: KeptSets, offload: Keep = _NOTHING) -> Solution:
         """What a kept set needs, as quickly as that can be known."""
@@ -253,7 +261,7 @@ class Search:
         self, best: Solution | None, limit_bytes: int, host_bytes: int
     ) -> Solution | None:
         """The fastest on paper of a plan that offloads instead of recomputing, or of keeping."""
-        offloader = Offloader(self.groups, self._on_paper, host_bytes)
+        offloader = Offloader(self.ruled.free(self.groups), self._on_paper, host_bytes)
         everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
         found = [offloader.instead_of_keeping(self._on_paper(everything), limit_bytes)]
         # What is on its way needs room: the second start leaves some.
@@ -267,6 +275,9 @@ class Search:
 
     def _solve(self, limit_bytes: int) -> Solution | None:
         """Propose, write out, and move the limit by what is then too much or too little."""
+        if self.ruled.total:
+            only = self.smallest() if self.choices else None
+            return only if only is not None and only.temp_bytes <= limit_bytes else None
         best: Solution | None = None
         aim = limit_bytes
         for attempt in range(_MOST_CORRECTIONS):
@@ -287,7 +298,7 @@ class Search:
             aim = int(aim * closer * limit_bytes / max(judged.temp_bytes, 1))
         others = [self.evaluate(s.keep, solver=s.solver) for s in self._simple_within(limit_bytes)]
         if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
-            others += self._in_segments()
+            others += [*self._in_segments(), *self._nested_smallest()]
         found = [s for s in (best, *others) if s is not None and s.temp_bytes <= limit_bytes]
         return min(found, key=lambda s: s.cost, default=None)
 
@@ -307,7 +318,7 @@ class Search:
             return None
         operations = self.line.problem.kernels if self.line else self.nest.block.ops
         most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, len(operations)))
-        filler = Filler(self.groups, self._on_paper, most)
+        filler = Filler(self.ruled.free(self.groups), self._on_paper, most)
         filled = filler.best(starts, limit_bytes, thorough=thorough)
         origin = {s.key: s.solver for s in starts}
         if filled.key in origin:
@@ -357,7 +368,7 @@ class Search:
             for choice in self.choices:
                 path = choice.turn[0]
                 if path in paths:
-                    for counts in segment_choices(paths[path]):
+                    for counts in self._segment_choices(path, paths[path]):
                         for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
                             keep = {**base, choice.turn: kept}
                             found.append(
@@ -368,8 +379,14 @@ class Search:
             self._segmented[self._state] = found
         return self._segmented[self._state]
 
+    def _segment_choices(self, path: str, length: int) -> tuple[tuple[int, ...], ...]:
+        return segment_choices(length) if self.ruled.may_segment(path) else ()
+
     def _base_keeps(self) -> Iterator[tuple[str, KeptSets]]:
         if not self.choices:
+            return
+        if self.ruled.total:
+            yield "policy", {c.turn: frozenset() for c in self.choices}
             return
         longest = max(len(c.valleys) for c in self.choices)
         strides = [1, 2, 3, 4, 6, 8, 12, _MOST_STRIDE]

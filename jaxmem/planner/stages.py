@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmem.planner.problem import Choice, Kernel, Problem, Turn
 from jaxmem.planner.solvers import milp
+from jaxmem.planner.solvers.answer import Clock
 from jaxmem.planner.solvers.chain import Option, Stage, Visit
 from jaxmem.planner.valleys import low_positions, valley_positions
 
 # With fewer valleys than this the forward pass is a plain chain, and any low place is a cut.
 _FEWEST_VALLEYS = 2
+# A path of more places than this is cut in fewer: the table takes the third power of them.
+_MOST_PLACES = 64
 # How many ways to keep a stage are looked at, from nothing to everything.
 _MOST_OPTIONS = 12
 
@@ -37,19 +41,25 @@ class Cut:
 
 
 class Stages:
-    """The stages of a line, equal ones looked at once."""
+    """The stages of a line, equal ones looked at once.
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    Args:
+        problem: the line.
+        clock: when its time is over, stages are only looked at kept whole and not kept at all.
+    """
+
+    def __init__(self, problem: Problem, clock: Clock | None = None):
+        self.problem, self.clock = problem, clock or Clock(math.inf)
         self._known: dict[tuple, tuple[tuple[frozenset[int], ...], Stage]] = {}
-        places = [(at + 1, held) for at, held in cut_places(problem) if at + 1 < problem.turn]
+        places = [(at + 1, held) for at, held in cut_places(problem) if at < problem.turn]
         bounds = [0, *(at for at, _ in places), problem.turn]
         crossing = [*(held for _, held in places), frozenset[int]()]
         early = list(itertools.pairwise(bounds))
         late = self._late(early, crossing)
+        given = [frozenset[int](), *crossing[:-1]]
         self.cuts = [
-            self._cut(span, back, handed)
-            for span, back, handed in zip(early, late, crossing, strict=True)
+            self._cut(span, back, handed, before)
+            for span, back, handed, before in zip(early, late, crossing, given, strict=True)
         ]
 
     def _late(
@@ -78,15 +88,22 @@ class Stages:
         spans[current] = [start, len(problem.kernels)]
         return [(spans[n][0], spans[n][1]) for n in range(len(early))]
 
-    def _cut(self, early: tuple[int, int], late: tuple[int, int], handed: frozenset[int]) -> Cut:
+    def _cut(
+        self,
+        early: tuple[int, int],
+        late: tuple[int, int],
+        handed: frozenset[int],
+        given: frozenset[int],
+    ) -> Cut:
         sub, numbers = self._alone(early, late)
         inside = frozenset(n for n, v in enumerate(numbers) if v in handed)
-        key = (sub.kernels, sub.nbytes, sub.turn, inside)
+        before = tuple([n for n, v in enumerate(numbers) if v in given])
+        key = (sub.kernels, sub.nbytes, sub.turn, inside, before)
         if key not in self._known:
-            self._known[key] = _options(sub, inside)
+            self._known[key] = _options(sub, inside, before, self.clock)
         kept, stage = self._known[key]
         handed_bytes = sum(self.problem.nbytes[v] for v in handed)
-        stage = Stage(stage.seconds, handed_bytes, stage.running_bytes, stage.options)
+        stage = replace(stage, handed_bytes=handed_bytes)
         options = tuple(frozenset(numbers[n] for n in keep) for keep in kept)
         return Cut(early, late, handed, options, stage)
 
@@ -146,10 +163,14 @@ class Stages:
         return frozenset(held.intersection(self.problem.droppable))
 
 
-def _options(sub: Problem, handed: frozenset[int]) -> tuple[tuple[frozenset[int], ...], Stage]:
+def _options(
+    sub: Problem, handed: frozenset[int], given: tuple[int, ...], clock: Clock
+) -> tuple[tuple[frozenset[int], ...], Stage]:
     """The ways to keep one stage, nothing first; what it hands on costs nothing more."""
     keeps = [frozenset[int]()]
-    for keep in milp.kept_within(sub, handed, _MOST_OPTIONS):
+    if clock.over():
+        keeps.append(frozenset(sub.droppable))
+    for keep in milp.kept_within(sub, handed, _MOST_OPTIONS, clock):
         if keep not in keeps:
             keeps.append(keep)
     runs = [sub.run(sub.keeping(keep)) for keep in keeps]
@@ -161,7 +182,9 @@ def _options(sub: Problem, handed: frozenset[int]) -> tuple[tuple[frozenset[int]
     seconds = sum(k.seconds for k in sub.kernels[: sub.turn])
     forward = Problem(sub.kernels[: sub.turn], sub.nbytes, sub.turn)
     running = forward.run(()).peak_bytes
-    return tuple(keeps), Stage(seconds, 0, running, options)
+    giving = (Kernel(0.0, (), given), *forward.kernels)
+    passing = Problem(giving, sub.nbytes, len(giving)).run(()).peak_bytes
+    return tuple(keeps), Stage(seconds, 0, running, options, passing)
 
 
 def cut_places(problem: Problem) -> Iterator[tuple[int, frozenset[int]]]:
@@ -180,5 +203,34 @@ def cut_places(problem: Problem) -> Iterator[tuple[int, frozenset[int]]]:
     widths = [sum(problem.nbytes[v] for v in values) for values in held]
     positions = list(valley_positions(widths))
     if len(positions) < _FEWEST_VALLEYS:
-        positions = list(low_positions(widths, held))
+        positions = list(_path_positions(held) or low_positions(widths, held))
+        loss = _read_first(problem, positions[-1] if positions else -1)
+        if loss and sum(problem.nbytes[v] for v in loss) <= max(widths):
+            positions = [p for p in positions if p < problem.turn - 1] + [problem.turn - 1]
+            held[-1] = loss
     return ((p, held[p]) for p in positions if held[p])
+
+
+def _path_positions(held: Sequence[frozenset[int]]) -> list[int]:
+    """Every place of a path, where one value after the other crosses; none if there is more to it.
+
+    The cuts of a path need not be low: what one stage hands on is nothing that another does, and
+    the more cuts the closer to the optimum.
+    """
+    if max(map(len, held), default=0) > 1:
+        return []
+    pairs = enumerate(itertools.pairwise([frozenset[int](), *held]))
+    places = [p for p, (before, values) in pairs if values and values != before]
+    return places if len(places) <= _MOST_PLACES else []
+
+
+def _read_first(problem: Problem, after: int) -> frozenset[int]:
+    """What the late part reads before anything else, if that was made after the last place.
+
+    The loss is a stage of its own: held over while it runs, what the last layer was handed would
+    be one value too many.
+    """
+    droppable = set(problem.droppable)
+    reads = (droppable.intersection(k.reads) for k in problem.kernels[problem.turn :])
+    first = frozenset(next((values for values in reads if values), ()))
+    return first if all(problem.made[v] > after for v in first) else frozenset()

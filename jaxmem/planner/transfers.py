@@ -216,6 +216,10 @@ class TransferLevel(Level):
         behind = self._barrier(op, [self.sent[v] for v in held], waited, tag)
         self.sent.update({v: behind[self.sent[v]] for v in held})
 
+    def _made_again(self, positions: Sequence[int]) -> int:
+        """Fused values count too: where room for copies is needed more is written out early."""
+        return sum([v.nbytes for p in positions for v in self.ops[p].outputs])
+
     def _rebuild(self, missing: Sequence[Value], index: int, use: Op) -> None:
         self._fetch(self._from_host(missing), index, use)
         left = [v for v in missing if v in self.gone]

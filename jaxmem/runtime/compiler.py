@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxmem.planner.search import Search, Solution
+from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Hosting, Program
 from jaxmem.rewrite.emit import as_function
@@ -37,20 +38,38 @@ class Attempt:
     problem: str
 
 
+@dataclass(frozen=True, eq=False)
+class Least:
+    """Compiled bytes of the smallest programs.
+
+    Attributes:
+        kept: of those that keep their plan, with the solution; ``None`` for the step as written.
+        undone: of those that do not, with what the compiler undid.
+    """
+
+    kept: list[tuple[int, Solution | None]]
+    undone: list[tuple[int, str]]
+
+
 @dataclass(eq=False)
 class Compiler:
-    """Compiles the schedules of one traced program for one target; remembers what it compiled."""
+    """Compiles the schedules of one traced program for one target; remembers what it compiled.
+
+    With a policy they all follow it.
+    """
 
     program: Program
     target: Target
     check: bool = True
+    policy: Policy | None = None
     search: Search = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
         rates = rates_of(self.target)
-        self.search = Search(self.program, rates, host=self.target.platform == "cpu")
+        host = self.target.platform == "cpu"
+        self.search = Search(self.program, rates, host=host, policy=self.policy)
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
     @property
@@ -100,6 +119,10 @@ class Compiler:
             return memory_schedules(self.target)[-1]
         return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
 
+    def without_policy(self) -> Compiler:
+        """The same for the planner alone; what is compiled already is not compiled again."""
+        return Compiler(self.program, self.target, self.check, _compiled=self._compiled)
+
     def keep_all(self) -> Compiled:
         """The program as written, compiled for the target; on a GPU without XLA's own remat."""
         return self.compile(None, options={})
@@ -123,6 +146,22 @@ class Compiler:
                 block, text, compiled.memory, solution.host_bytes, planned
             )
         return Attempt(solution, compiled, "; ".join(problems))
+
+    def least(self) -> Least:
+        """What the smallest programs need."""
+        kept: list[tuple[int, Solution | None]] = []
+        if self.search.ruled.allows_written:
+            options = ({}, memory_schedules(self.target)[-1])
+            plain = [self.compile(None, options=o).memory.total_bytes for o in options]
+            kept.append((min(plain), None))
+        undone: list[tuple[int, str]] = []
+        for attempt in self.smallest():
+            total = attempt.compiled.memory.total_bytes
+            if attempt.problem:
+                undone.append((total, attempt.problem))
+            else:
+                kept.append((total, attempt.solution))
+        return Least(kept, undone)
 
     def smallest(self) -> Iterator[Attempt]:
         """The smallest programs; the same ones in the same order whatever was planned before."""

@@ -16,6 +16,7 @@ from jaxmem.planner.segments import Segments
 from jaxmem.planner.simulate import Simulation
 from jaxmem.program.ir import Block, Op, Program, Value
 from jaxmem.program.loops import Nest, is_backward
+from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.program.source import Origin, checkpoint_names, origin_of
 from jaxmem.units import format_budget, format_bytes
 
@@ -143,22 +144,35 @@ def _fused_residuals(
             stacked = dict(zip(first.outputs, first.loop.body.outputs, strict=True))
             for position in sorted(pair.linked):
                 outer = second.inputs[position]
-                value = stacked[outer] if isinstance(outer, Value) else outer
-                if not isinstance(value, Value) or value not in made or value.key in known:
-                    continue
-                origin = origin_of(made[value], names.get(value, ""))
+                seen = stacked[outer] if isinstance(outer, Value) else outer
+                value = _viewed(seen, made) if isinstance(seen, Value) else seen
+                if not isinstance(value, Value) or seen not in made or value.key in known:
+                    continue  # What is a view of something is decided with that.
+                known.add(str(value.key))
+                op = made.get(value, made[seen])
                 dropped = solution is not None and (
-                    value.key not in _kept(solution) or _in_segments(solution, pair.joint.path)
+                    (value in made and value.key not in _kept(solution))
+                    or _in_segments(solution, pair.joint.path)
                 )
                 yield _decision(
                     str(value.key),
                     value,
-                    origin,
+                    origin_of(op, names.get(value, "")),
                     1,
                     int(dropped),
                     value.nbytes * first.loop.length,
                     0.0,
                 )
+
+
+def _viewed(value: Value, made: dict[Value, Op]) -> Value:
+    """What a value is a view of: the same bytes, reshaped or with a checkpoint name."""
+    while value in made and kind_of(made[value]) is Kind.ALIAS:
+        behind = made[value].inputs[0]
+        if not isinstance(behind, Value):
+            break
+        value = behind
+    return value
 
 
 def _kept(solution: Solution) -> frozenset[str]:

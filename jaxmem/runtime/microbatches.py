@@ -49,7 +49,7 @@ def fit(
     """
     report("compiling the step as written")
     plain = compiler.keep_all()
-    if plain.memory.total_bytes <= budget_bytes:
+    if plain.memory.total_bytes <= budget_bytes and compiler.search.ruled.allows_written:
         return first, rounds.fit(compiler, budget_bytes, report)
     return _Choosing(first, trace, compiler, budget_bytes, report, plain).run()
 
@@ -79,7 +79,8 @@ class _Option:
         """Predicted temporaries of its smallest program."""
         search = self.compiler.search
         bases = search.bases() if search.choices else []
-        return min([search.keep_all.temp_bytes, *(base.temp_bytes for base in bases)])
+        written = [search.keep_all.temp_bytes] if search.ruled.allows_written else []
+        return min([*written, *(base.temp_bytes for base in bases)])
 
     def solve(self, limit_bytes: int, written_bytes: int) -> tuple[float, Solution | None] | None:
         """Predicted seconds and schedule within a limit; ``None`` if none is predicted to fit.
@@ -91,7 +92,7 @@ class _Option:
         """
         search = self.compiler.search
         as_written = search.keep_all.temp_bytes
-        if as_written <= written_bytes:
+        if as_written <= written_bytes and search.ruled.allows_written:
             return search.keep_all.seconds, None
         solution = search.solve(written_bytes if as_written <= limit_bytes else limit_bytes)
         return None if solution is None else (solution.seconds, solution)
@@ -111,6 +112,7 @@ class _Choosing:
     ):
         self.trace, self.budget, self.report, self.plain = trace, budget_bytes, report, plain
         self.target, self.check = compiler.target, compiler.check
+        self.policy = compiler.policy
         self.options = {1: _Option(1, first, compiler)}
         self.counts = splits(first)
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
@@ -135,7 +137,7 @@ class _Choosing:
         if count not in self.options:
             self.report(f"tracing the step with {count} microbatches")
             traced = self.trace(count)
-            compiler = Compiler(traced.program, self.target, check=self.check)
+            compiler = Compiler(traced.program, self.target, self.check, self.policy)
             self.options[count] = _Option(count, traced, compiler)
         return self.options[count]
 

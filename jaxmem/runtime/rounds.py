@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxmem.errors import BudgetInfeasibleError, VerificationError
+from jaxmem.errors import BudgetInfeasibleError, JaxmemError, VerificationError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Kept, Plan, Round, Segmented
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.segments import splittable
 from jaxmem.program.ir import Block, Hosting
-from jaxmem.runtime import describe
+from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.following import decisions_of
 from jaxmem.runtime.host import host_memory, prefixes
@@ -110,13 +110,14 @@ class _Rounds:
         # The same way whatever was planned before: a budget that was seen to work works again.
         self.search.unpin()
         self.search.hosted = frozenset()
+        policed.check_offloads(self.compiler)
         if self.fixed > self.budget and not self.compiler.program.sharded:
             self._in_host_memory()
             if not self.fitting:
                 raise self._too_big()
             return self._outcome()
         plain = self._plain_within_budget()
-        if plain.memory.total_bytes <= self.budget:
+        if plain.memory.total_bytes <= self.budget and self.search.ruled.allows_written:
             predicted = self.rounds[-1].predicted_bytes
             return Outcome(self._plan(None, predicted, plain), self.compiler.program.block, plain)
         self._note_trials()
@@ -150,9 +151,10 @@ class _Rounds:
             # The simulator counts whole arrays, the compiler each device's part of them.
             self.scale = max(plain.memory.temp_bytes, 1) / self.search.keep_all.temp_bytes
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
-        self._note("keep-all", predicted, predicted, plain)
+        ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
+        self._note("keep-all", predicted, predicted, plain, ruled_out)
         options = memory_schedules(self.compiler.target)[-1]
-        if plain.memory.total_bytes > self.budget and options:
+        if plain.memory.total_bytes > self.budget and options and not ruled_out:
             plain = self.compiler.compile(None, options=options)
             self._note("keep-all, scheduled for memory", predicted, predicted, plain)
         return plain
@@ -307,6 +309,7 @@ class _Rounds:
         if solution is not None and not any(d.recomputed for d in decisions):
             notes.append(describe.ONLY_FUSED)
         notes += describe.in_segments(search.nest, solution.segments if solution else {})
+        notes += policed.notes(search.ruled)
         if self.compiler.mute:
             notes.append("its callbacks were left out of the program compiled for that")
         keep_all = search.keep_all
@@ -327,7 +330,7 @@ class _Rounds:
             predicted_seconds=solution.seconds if solution else keep_all.seconds,
             keep_all_seconds=keep_all.seconds,
             decisions=decisions,
-            solver="keep-all" if solution is None else solution.solver,
+            solver=search.ruled.solver("keep-all" if solution is None else solution.solver),
             rounds=tuple(self.rounds),
             fingerprint=program.fingerprint,
             kept=tuple(
@@ -350,6 +353,7 @@ class _Rounds:
             larger=larger(self.compiler, solution, decisions, compiled, self.rounds, self.budget),
             holders=describe.holders(program, search.nest, block, simulation),
             options=tuple(sorted(self._options(solution, compiled).items())),
+            policy="" if self.compiler.policy is None else self.compiler.policy.to_json(),
         )
 
     def _offloaded(self, solution: Solution | None, turn: Turn) -> tuple[str, ...]:
@@ -367,28 +371,21 @@ class _Rounds:
         """The quickest program that fits."""
         return min(self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes))
 
-    def _too_big(self) -> BudgetInfeasibleError:
+    def _too_big(self) -> JaxmemError:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""
         return self._error(f"its arguments and results alone are {format_bytes(self.fixed)}")
 
-    def _error(self, reason: str) -> BudgetInfeasibleError:
+    def _error(self, reason: str) -> JaxmemError:
         """Names the smallest program that keeps its plan: a budget of its bytes leads to it."""
         compiler = self.compiler
         if self.search.choices:
             self.report("compiling the smallest programs, to name a budget that works")
-        options = ({}, memory_schedules(compiler.target)[-1])
-        plain = [compiler.compile(None, options=o).memory.total_bytes for o in options]
-        found: list[tuple[int, Solution | None]] = [(min(plain), None)]
-        undone: list[tuple[int, str]] = []
-        for attempt in compiler.smallest():
-            total = attempt.compiled.memory.total_bytes
-            if attempt.problem:
-                undone.append((total, attempt.problem))
-            else:
-                found.append((total, attempt.solution))
-        found += self._smallest_with_host()
+        least = compiler.least()
+        if not least.kept:
+            return policed.undone(compiler, least.undone[0][1])
+        found = [*least.kept, *self._smallest_with_host()]
         smallest, solution = min(found, key=lambda f: f[0])
-        for total, problem in undone:
+        for total, problem in least.undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
         block = compiler.block(solution)
@@ -404,6 +401,7 @@ class _Rounds:
             device_bytes=usable_bytes(compiler.target),
             recomputed=solution is not None,
         )
-        return BudgetInfeasibleError(
+        error = BudgetInfeasibleError(
             message, budget_bytes=self.budget, smallest_bytes=smallest, holders=holders
         )
+        return error if compiler.policy is None else policed.infeasible(compiler, error, reason)

@@ -84,8 +84,8 @@ def test_with_all_the_memory_no_time_is_lost(found: Search):
 
 
 def test_below_the_smallest_there_is_nothing(found: Search):
-    smallest = found.smallest_first()[0]
-    assert smallest.temp_bytes <= found.smallest().temp_bytes
+    smallest = found.smallest()
+    assert found.smallest_first()[0].temp_bytes <= smallest.temp_bytes
     again = found.solve(smallest.temp_bytes)
     assert again is not None
     assert again.temp_bytes <= smallest.temp_bytes

@@ -41,7 +41,7 @@ def planned() -> jaxmem.Plan:
     plan = jaxmem.plan(
         step, *arguments(), budget="4.9MiB", target="h200", donate_argnums=0, progress=False
     )
-    (kept,) = plan.kept
+    kept = next(k for k in plan.kept if not k.inside)
     assert kept.names
     moments = tuple(f"state[1][{n}]" for n in range(6))
     return dataclasses.replace(
@@ -50,7 +50,7 @@ def planned() -> jaxmem.Plan:
 
 
 def followed(plan: jaxmem.Plan, **options):
-    options = {"budget": "6MiB", "target": "h200", **options}
+    options = {"budget": "8MiB", "target": "h200", **options}
     return jaxmem.fit(step, donate_argnums=0, plan=plan, progress=False, **options)
 
 

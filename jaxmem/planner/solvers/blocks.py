@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxmem.planner.problem import Choice, Problem, Run
-from jaxmem.planner.solvers.answer import Answer, Limits
+from jaxmem.planner.solvers.answer import Answer, Clock, Limits, best_of
 from jaxmem.planner.solvers.chain import ChainTable
 from jaxmem.planner.stages import Stages
 
@@ -17,76 +17,115 @@ _SHARED = 1.2
 
 
 class Blocks:
-    """The choices of a chain of blocks."""
+    """The choices of a chain of blocks.
 
-    def __init__(self, problem: Problem):
-        self.problem, self.stages = problem, Stages(problem)
+    Nothing is offloaded: a chain that may use host memory is solved as if there were none.
+
+    Args:
+        problem: the line.
+        clock: when its time is over stages are looked at less closely, and without a table.
+    """
+
+    def __init__(self, problem: Problem, clock: Clock | None = None):
+        self.problem, self.stages = problem, Stages(problem, clock)
         self._tables: dict[int, ChainTable] = {}
         self._runs: dict[Choice, Run] = {}
 
-    def solve(self, limits: Limits) -> Answer | None:
-        """The fastest choice of the chain within the limits; ``None`` if there is none."""
-        found = self._largest(limits, int(limits.device_bytes * _SPARE))
-        if found is None:
+    def solve(self, limits: Limits, clock: Clock | None = None) -> Answer | None:
+        """The fastest choice of the chain within the limits; ``None`` if there is none.
+
+        Args:
+            limits: what may be used.
+            clock: one that runs already; otherwise ``limits.seconds`` begin now. When its time is
+                over the answer is the best there is by then, and says so.
+        """
+        clock = clock or Clock(limits.seconds)
+        found = [best_of(self.problem, limits, self._simple())]
+        table = self._table(int(limits.device_bytes * _SPARE), clock)
+        if table is not None:
+            found.append(self._largest(table, limits, clock))
+        best = min([f for f in found if f is not None], key=_cost, default=None)
+        if best is None:
             return None
         why = f"{len(self.stages.cuts)} stages, of which {self.stages.distinct} are distinct"
-        return Answer(*found, "MILP per block + chain DP", why)
+        if clock.ran_out:
+            why += "; its time limit ended it"
+        return Answer(*best, "MILP per block + chain DP", why)
+
+    def _simple(self) -> list[Choice]:
+        """Everything kept, and what stages hand on with each of them kept in the same way."""
+        cuts = self.stages.cuts
+        handed = frozenset[int]().union(*(cut.handed for cut in cuts))
+        most = max(len(cut.options) for cut in cuts)
+        keeps = [
+            handed.union(*(cut.options[min(n, len(cut.options) - 1)] for cut in cuts))
+            for n in range(most)
+        ]
+        return [self.problem.keep_all, *(self.problem.keeping(keep) for keep in keeps)]
 
     def smallest(self, most_bytes: int) -> tuple[Choice, Run] | None:
         """The choice with the smallest peak, of those that should need less than ``most_bytes``."""
-        table = self._table(most_bytes)
+        table = self._table(most_bytes, Clock(math.inf))
+        assert table is not None
         for slots in range(table.slots + 1):
             found = self._at(table, slots)
-            if found is not None:
-                return found
+            if found:
+                return min(found, key=lambda f: (f[1].peak_bytes, f[1].seconds))
         return None
 
-    def _largest(self, limits: Limits, most_bytes: int) -> tuple[Choice, Run] | None:
+    def _largest(
+        self, table: ChainTable, limits: Limits, clock: Clock
+    ) -> tuple[Choice, Run] | None:
         """The choice for the most memory of the table that stays within the limits on the line.
 
         Stages share what is handed on and the table rounds up, so the memory of the table is not
         quite that of the line; one grows with the other.
         """
-        table = self._table(most_bytes)
-        low, high, best = -1, table.slots + 1, None
-        while high - low > 1:
+        low, high = -1, table.slots + 1
+        best: tuple[Choice, Run] | None = None
+        while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
-            if found is None or limits.allow(found[1]):
+            fitting = [f for f in found if limits.allow(f[1])]
+            if fitting or not found:
                 low = middle
-                if found is not None:
-                    best = found if best is None else min(best, found, key=_cost)
+                better = [*fitting, best] if best is not None else fitting
+                best = min(better, key=_cost) if better else None
             else:
                 high = middle
         return best
 
-    def _table(self, most_bytes: int) -> ChainTable:
-        """A table for at least ``most_bytes``; limits that are close to one another share it."""
+    def _table(self, most_bytes: int, clock: Clock) -> ChainTable | None:
+        """A table for at least that many bytes; ``None`` if there is no time to fill one.
+
+        Limits that are close to one another share a table.
+        """
         step = max(0, math.ceil(math.log(max(most_bytes, 1), _SHARED)))
         if step not in self._tables:
             most = math.ceil(_SHARED**step)
             slot_bytes = max(1, -(-most // _SLOTS))
-            slots = -(-most // slot_bytes)
-            self._tables[step] = ChainTable(self.stages.chain, slot_bytes, slots)
+            table = ChainTable(self.stages.chain, slot_bytes, -(-most // slot_bytes), clock.over)
+            if not table.complete:
+                return None
+            self._tables[step] = table
         return self._tables[step]
 
-    def _at(self, table: ChainTable, slots: int) -> tuple[Choice, Run] | None:
-        """The choice for that much memory of the table, and what it needs on the line."""
+    def _at(self, table: ChainTable, slots: int) -> list[tuple[Choice, Run]]:
+        """The choices for that much memory of the table, and what they need on the line.
+
+        What is made again once and then held until it is not needed any more takes less time and
+        more memory than what the table means: it is another choice, and often it fits, too.
+        """
         solution = table.solution(slots)
         if solution is None:
-            return None
+            return []
         choice = self.stages.choice(solution.visits)
-        if choice not in self._runs:
-            self._runs[choice] = self.problem.run(choice)
-        run = self._runs[choice]
-        if len(choice) > 1:
-            once = choice[:1]
-            if once not in self._runs:
-                self._runs[once] = self.problem.run(once)
-            simple = self._runs[once]
-            if simple.peak_bytes <= run.peak_bytes and simple.seconds <= run.seconds:
-                return once, simple
-        return choice, run
+        found = []
+        for each in dict.fromkeys((choice, choice[:1])):
+            if each not in self._runs:
+                self._runs[each] = self.problem.run(each)
+            found.append((each, self._runs[each]))
+        return found
 
 
 def _cost(found: tuple[Choice, Run]) -> tuple[float, int]:
@@ -95,4 +134,5 @@ def _cost(found: tuple[Choice, Run]) -> tuple[float, int]:
 
 def solve(problem: Problem, limits: Limits) -> Answer | None:
     """The fastest choice of the chain within the limits; ``None`` if there is none."""
-    return Blocks(problem).solve(limits)
+    clock = Clock(limits.seconds)
+    return Blocks(problem, clock).solve(limits, clock)

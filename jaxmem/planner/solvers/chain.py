@@ -11,7 +11,7 @@ where memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,12 +41,15 @@ class Stage:
         handed_bytes: what it hands to the next stage.
         running_bytes: the most bytes one run forward needs beyond what it was handed.
         options: ways to keep it; the first one keeps nothing.
+        passing_bytes: the most bytes one run forward needs with what it was handed, where that is
+            not held; as many as ``running_bytes`` if a stage writes over what it was handed.
     """
 
     seconds: float
     handed_bytes: int
     running_bytes: int
     options: tuple[Option, ...]
+    passing_bytes: int = 0
 
 
 class Visit(NamedTuple):
@@ -89,6 +92,7 @@ class ChainTable:
         stages: the chain.
         slot_bytes: the unit in which memory is counted; sizes are rounded up to it.
         slots: how much memory there is, in that unit.
+        over: says that there is no time left; the table is then not ``complete`` and knows nothing.
 
     Attributes:
         again: [stages, stages, slots + 1]: seconds of forward work to have done the backward passes
@@ -96,17 +100,30 @@ class ChainTable:
         first: [stages, slots + 1]: the same for the first way forward, from s to the end.
     """
 
-    def __init__(self, stages: Sequence[Stage], slot_bytes: int, slots: int):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        slot_bytes: int,
+        slots: int,
+        over: Callable[[], bool] | None = None,
+    ):
         self.stages, self.slot_bytes, self.slots = stages, slot_bytes, slots
         count = len(stages)
         self.forward = np.concatenate([[0.0], np.cumsum([s.seconds for s in stages])])
         self.handed = [self._slots_of(s.handed_bytes) for s in stages]
         self.running = [self._slots_of(s.running_bytes) for s in stages]
+        self.passing = [
+            max(running, self._slots_of(s.passing_bytes))
+            for running, s in zip(self.running, stages, strict=True)
+        ]
         self.again = np.full((count, count, slots + 1), np.inf)
         self.first = np.full((count, slots + 1), np.inf)
         # The same with what is handed to the segment taken from the memory.
         self._again_held, self._first_held = self.again.copy(), self.first.copy()
+        self.complete = False
         for length in range(1, count + 1):
+            if over is not None and over():
+                return
             for s in range(count - length + 1):
                 t = s + length - 1
                 self.again[s, t] = self._least(s, t, first=False)
@@ -114,6 +131,7 @@ class ChainTable:
         for s in range(count - 1, -1, -1):
             self.first[s] = self._least(s, count - 1, first=True)
             self._first_held[s] = self._taking(self.first[s], self.handed[s - 1])
+        self.complete = True
 
     def _slots_of(self, nbytes: int) -> int:
         return min(-(-nbytes // self.slot_bytes), self.slots + 1)
@@ -155,7 +173,7 @@ class ChainTable:
         after = self._first_held[s + 2 : t + 1] if first else self._again_held[s + 2 : t + 1, t]
         cost = after + self.again[s, s + 1 : t]
         cost = cost + (self.forward[s + 2 : t + 1] - self.forward[s])[:, None]
-        running = np.maximum.accumulate(self.running[s:t])[1:]
+        running = np.maximum.accumulate([self.running[s], *self.passing[s + 1 : t]])[1:]
         cost[np.arange(self.slots + 1)[None, :] < running[:, None]] = np.inf
         return cost
 

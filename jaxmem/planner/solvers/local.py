@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 from jaxmem.planner.problem import Problem, Run
 from jaxmem.planner.solvers.answer import Answer, Clock, Limits
 
-# Rounds of improvement; each looks at every single change, and at every exchange in small lines.
+# Rounds of improvement; each looks at every single change, or at every exchange in small lines.
 _MOST_ROUNDS = 12
 _MOST_EXCHANGES = 24
 
@@ -41,6 +42,8 @@ def solve(problem: Problem, limits: Limits, starts: Iterable[frozenset[int]] = (
     if best is None:
         return None
     why = "single changes and exchanges of values no longer help"
+    if len(problem.droppable) > _MOST_EXCHANGES:
+        why = "single changes of values no longer help"
     if search.clock.ran_out:
         why = "its time limit ended the search"
     return Answer(problem.keeping(*split(best[1])), best[2], "greedy + local search", why)
@@ -59,8 +62,16 @@ class _Local:
         self.values = problem.droppable
         self.known: dict[tuple[Fate, ...], Run] = {}
         self.offloads = limits.host_bytes > 0 and problem.d2h_bytes_per_second > 0
+        self.options = tuple(Fate) if self.offloads else (Fate.RECOMPUTE, Fate.KEEP)
+        self.order = sorted(self.values, key=self._worth, reverse=True)
+
+    def _worth(self, value: int) -> float:
+        problem = self.problem
+        return problem.kernels[problem.made[value]].seconds / max(1, problem.nbytes[value])
 
     def run(self, fates: Fates) -> Run:
+        if len(self.values) > _MOST_EXCHANGES:
+            return self.problem.run(self.problem.keeping(*split(fates)))
         key = tuple([fates[v] for v in self.values])
         if key not in self.known:
             self.known[key] = self.problem.run(self.problem.keeping(*split(fates)))
@@ -89,33 +100,42 @@ class _Local:
 
     def climb(self, fates: Fates) -> tuple[tuple[float, int], Fates, Run] | None:
         """Change one value, or exchange two, as long as that helps; ``None`` if nothing fits."""
-        run = self.run(fates)
         for _ in range(_MOST_ROUNDS):
-            best, best_cost = None, self.cost(run)
-            for changed in self.neighbours(fates):
-                if self.clock.over():
-                    break
-                other = self.run(changed)
-                if self.cost(other) < best_cost:
-                    best, best_cost = changed, self.cost(other)
-            if best is None:
+            before = fates
+            fates = self.sweep(fates)
+            if fates is before and len(self.values) <= _MOST_EXCHANGES:
+                fates = self.exchange(fates)
+            if fates is before or self.clock.over():
                 break
-            fates, run = best, self.run(best)
+        run = self.run(fates)
         over, seconds, nbytes = self.cost(run)
         return None if over else ((seconds, nbytes), fates, run)
 
-    def neighbours(self, fates: Fates) -> Iterator[Fates]:
-        """Every change of one value; in small lines also every exchange of two."""
-        options = tuple(Fate) if self.offloads else (Fate.RECOMPUTE, Fate.KEEP)
-        for value in self.values:
-            for fate in options:
-                if fate is not fates[value]:
-                    yield {**fates, value: fate}
-        if len(self.values) > _MOST_EXCHANGES:
-            return
-        for n, first in enumerate(self.values):
-            for second in self.values[n + 1 :]:
-                for a in options:
-                    for b in options:
-                        if a is not fates[first] and b is not fates[second]:
-                            yield {**fates, first: a, second: b}
+    def sweep(self, fates: Fates) -> Fates:
+        """Every single change that helps when its turn comes, dearest bytes to make first.
+
+        From nothing this is greedy filling, from everything greedy dropping.
+        """
+        cost = self.cost(self.run(fates))
+        for value in self.order:
+            for fate in self.options:
+                if fate is fates[value] or self.clock.over():
+                    continue
+                changed = {**fates, value: fate}
+                other = self.cost(self.run(changed))
+                if other < cost:
+                    fates, cost = changed, other
+        return fates
+
+    def exchange(self, fates: Fates) -> Fates:
+        """The best exchange of two values, if one helps."""
+        best, cost = fates, self.cost(self.run(fates))
+        for first, second in itertools.combinations(self.values, 2):
+            for a, b in itertools.product(self.options, repeat=2):
+                if a is fates[first] or b is fates[second] or self.clock.over():
+                    continue
+                changed = {**fates, first: a, second: b}
+                other = self.cost(self.run(changed))
+                if other < cost:
+                    best, cost = changed, other
+        return best

@@ -59,19 +59,23 @@ def solve(
     return _answer(best, bound, f"stopped after {most_cuts} cuts")
 
 
-def kept_within(problem: Problem, free: frozenset[int], count: int) -> Iterator[frozenset[int]]:
+def kept_within(
+    problem: Problem, free: frozenset[int], count: int, clock: Clock | None = None
+) -> Iterator[frozenset[int]]:
     """For ``count`` numbers of bytes the kept sets after which the least has to be made again.
 
     Args:
         problem: the line; its memory is not looked at, only what is kept.
         free: values whose bytes do not count.
         count: how many numbers of bytes, from everything down to nothing.
+        clock: ends it early; without one it goes on to the end.
     """
+    clock = clock or Clock(math.inf)
     sizes = {v: 0 if v in free else problem.nbytes[v] for v in problem.droppable}
     total = sum(sizes.values())
     for share in range(count, -1, -1):
         model = _Model(problem, None, sizes, total * share // count)
-        found = model.solve(math.inf)
+        found = None if clock.over() else model.solve(clock.left())
         if found is not None:
             yield found[1][0].keep
 
@@ -128,11 +132,21 @@ class _Model:
             self.rows.at_least({c: -float(sizes[v]) for v, c in self.keep.items()}, -float(most))
 
     def needs(self) -> None:
-        """What is read late is there; a kernel that runs again has its operands."""
+        """What is read late is there; a kernel that runs again has its operands.
+
+        What nothing reads late is only kept for a kernel that runs again. Keeping it otherwise
+        changes nothing, and each such choice would have to be excluded by a cut of its own.
+        """
+        readers: dict[int, dict[int, float]] = {v: {} for v in self.values}
+        for kernel, column in self.again.items():
+            for value in set(self.problem.kernels[kernel].reads).intersection(readers):
+                readers[value][column] = 1.0
         late = {v for k in self.problem.kernels[self.problem.turn :] for v in k.reads}
         for value in self.values:
             if value in late:
                 self.rows.at_least(self._there(value), 1.0)
+            else:
+                self.rows.at_least({**readers[value], self.keep[value]: -1.0}, 0.0)
             both = {self.keep[value]: -1.0}
             if self.hosts:
                 both[self.offload[value]] = -1.0
