@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "say what is installed, what works, and how to fix the rest")
     command("analyze", _analyze, "say where the peak of a step is and what fills it", entry)
+    command("frontier", _frontier, "say what every budget would cost; nothing is compiled", entry)
     plan = command("plan", _plan, "say what to recompute so that a step fits a budget", entry)
     plan.add_argument(
         "--budget",
@@ -178,6 +179,22 @@ def _analyze(options: argparse.Namespace) -> int:
             report = jaxmem.analyze(step, *args, target=options.target)
     _print(report, options.json)
     return FITS if report.compiled_bytes <= report.device_bytes else DOES_NOT_FIT
+
+
+def _frontier(options: argparse.Namespace) -> int:
+    _choose_platform()
+    with contextlib.redirect_stdout(options.messages):
+        step, args = _entry(options)
+        with _users_errors(options.entry):
+            curve = jaxmem.frontier(step, *args, target=options.target)
+    from jaxmem.show.pages import frontier_page
+    from jaxmem.show.terminal import page_view
+
+    if options.json:
+        print(curve.to_json())
+    else:
+        _show(lambda width: page_view(frontier_page(curve), width))
+    return FITS if curve.points[0].peak_bytes <= curve.device_bytes else DOES_NOT_FIT
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -45,7 +45,13 @@ def sections() -> list[Section]:
 
 SECTIONS = {section.title: section for section in sections()}
 WITH_PYTHON = {title for title, section in SECTIONS.items() if section.blocks("python")}
-OWN_TEST = {"jaxmem", "A budget that does not fit", "Command line", "Policies"}
+OWN_TEST = {
+    "jaxmem",
+    "What a budget costs",
+    "A budget that does not fit",
+    "Command line",
+    "Policies",
+}
 
 
 class Net(nn.Module):
@@ -130,6 +136,24 @@ def test_the_policy_is_followed_and_computes_the_same():
     assert [aval.memory_space for aval in stacked] == [jax.memory.Space.Host]
 
 
+def test_the_curve_is_one(capsys):
+    curve = run("What a budget costs")["curve"]
+    assert len(curve.points) > 2
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == [str(curve.at("2.5MiB").seconds), str(curve.marginal("2.5MiB"))]
+    assert curve.points[0].peak_bytes < 2.5 * 2**20 < curve.points[-1].peak_bytes
+    assert curve.marginal("2.5MiB") > 0
+
+
+def test_the_explanation_is_about_the_plan(capsys):
+    found = run("Why a plan is what it is")
+    printed = capsys.readouterr().out
+    assert "train_step on cpu: h3\n" in printed
+    assert "h3" in found["plan"].explain("h3").reasons[0].decision.modules
+    assert found["plan"].diff(found["tighter"])
+    assert all(p.compiled_bytes <= p.budget_bytes for p in plans_in(found))
+
+
 def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     section = SECTIONS["Command line"]
     (source,) = section.blocks("python")
@@ -137,7 +161,7 @@ def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     commands = re.findall(r"^jaxmem (.*?)(?: +#.*)?$", "".join(section.blocks("sh")), re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"doctor", "analyze", "plan"}
+    assert {command.split()[0] for command in commands} == {"doctor", "analyze", "frontier", "plan"}
     for command in commands:
         monkeypatch.delitem(sys.modules, "train", raising=False)
         assert cli.main(shlex.split(command)) == cli.FITS, capsys.readouterr().err

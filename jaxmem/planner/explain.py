@@ -246,7 +246,9 @@ def _about(plan: Plan) -> Iterator[str]:
         )
     yield from _price(plan)
     if plan.hosted:
-        yield f"{len(plan.hosted)} arguments live in host memory between steps"
+        yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
+            f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
+        )
     yield from plan.notes
 
 

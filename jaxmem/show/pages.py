@@ -185,8 +185,8 @@ def _stock_grid(frontier: Frontier) -> Grid:
 
 def _faster(frontier: Frontier) -> Iterator[str]:
     for policy in frontier.stock:
-        best = min(p.seconds for p in frontier.points if p.peak_bytes <= policy.peak_bytes)
-        yield percent_text(policy.seconds - best, policy.seconds)
+        within = [p.seconds for p in frontier.points if p.peak_bytes <= policy.peak_bytes]
+        yield percent_text(policy.seconds - min(within), policy.seconds) if within else ""
 
 
 def _figures(point: Point) -> tuple[str, str, str, str]:

@@ -1,6 +1,8 @@
 """Plans and reports made by hand, small enough to check every rendered character."""
 
-from jaxmem.planner.plan import Decision, Plan, Round
+from jaxmem.errors import Holder
+from jaxmem.planner.frontier import Frontier, Point
+from jaxmem.planner.plan import Decision, Larger, Plan, Round
 from jaxmem.planner.report import Buffer, MemoryReport
 
 MIB, GIB = 2**20, 2**30
@@ -119,3 +121,66 @@ def report(**changes) -> MemoryReport:
         "equations": 12,
     }
     return MemoryReport(**{**fields, **changes})
+
+
+def explained_plan(**changes) -> Plan:
+    """A plan with everything recorded that an explanation reads."""
+    layers = tuple(f"h{n}/mlp" for n in range(4))
+    decisions = (
+        decision(1, count=4, nbytes=2 * GIB, modules=layers, again_seconds=8e-3, feeds=2),
+        decision(
+            2,
+            action="recompute",
+            count=4,
+            recomputed=3,
+            again=(0, 1, 2),
+            nbytes=8 * GIB,
+            seconds=12e-3,
+            again_seconds=16e-3,
+            modules=tuple(f"h{n}/attn" for n in range(4)),
+            source="train.py:30 (attn)",
+        ),
+        decision(
+            3,
+            action="recompute",
+            count=1,
+            recomputed=1,
+            again=(0,),
+            nbytes=4 * GIB,
+            seconds=2e-3,
+            again_seconds=2e-3,
+            primitive="mul",
+            checkpoint_name="scores",
+            module="",
+        ),
+        decision(4, action="offload", count=1, nbytes=GIB, again_seconds=5e-3, primitive="exp"),
+    )
+    fields = {
+        "decisions": decisions,
+        "larger": Larger(GIB, 3e-3),
+        "holders": (Holder("params", 4 * GIB, "argument"), Holder("up", 3 * GIB, "residual")),
+        "hosted": ("state.mu",),
+    }
+    return plan(**{**fields, **changes})
+
+
+def frontier(**changes) -> Frontier:
+    """Four points and two policies."""
+    points = tuple(
+        Point(n * GIB, seconds, seconds / 0.1 - 1, solver)
+        for n, seconds, solver in (
+            (10, 0.125, "chain DP"),
+            (12, 0.115, "chain DP + greedy fill"),
+            (18, 0.114, "greedy fill"),
+            (20, 0.1, "keep-all"),
+        )
+    )
+    fields = {
+        "function": "train_step",
+        "target": "h200",
+        "device_bytes": 128 * GIB,
+        "points": points,
+        "stock": (points[-1], Point(12 * GIB, 0.13, 0.3, "dots_saveable")),
+        "fingerprint": "f" * 8,
+    }
+    return Frontier(**{**fields, **changes})
