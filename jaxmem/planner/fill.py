@@ -29,6 +29,7 @@ class Solution:
         offload: for each turn the names kept across it in host memory.
         hosted: argument leaves that live in host memory, by their positions.
         host_bytes: predicted temporary bytes in host memory.
+        settle: whether more element-wise results are written out early, for XLA to follow closer.
     """
 
     keep: KeptSets
@@ -39,13 +40,15 @@ class Solution:
     offload: Keep = field(default_factory=dict)
     hosted: frozenset[int] = frozenset()
     host_bytes: int = 0
+    settle: bool = False
 
     @property
     def key(self) -> frozenset:
         """Equal for equal decisions."""
         away = [("offload", turn, names) for turn, names in self.offload.items()]
         hosted = [("hosted", position) for position in self.hosted]
-        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted])
+        settled = ["settle"] if self.settle else []
+        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted, *settled])
 
     @property
     def cost(self) -> tuple[float, int]:

@@ -39,9 +39,11 @@ class Level:
         arrived: what came back from host memory; recomputations that read it wait as well.
     """
 
-    def __init__(self, facts: Facts, turns: Turns, *, barriers: bool, host: bool):
+    def __init__(
+        self, facts: Facts, turns: Turns, *, barriers: bool, host: bool, settle: bool = False
+    ):
         self.facts, self.ops, self.made = facts, facts.ops, facts.made
-        self.barriers, self.host = barriers, host
+        self.barriers, self.host, self.settle = barriers, host, settle
         self.turns: list[tuple[int, int, list[Value]]] = []
         since = 0
         for turn, kept in turns:
@@ -241,8 +243,10 @@ class Level:
         return {v: behind[v] for v in held}
 
     def _made_again(self, positions: Sequence[int]) -> int:
-        """Bytes of the buffers that a recomputation makes."""
+        """Bytes of the buffers that a recomputation makes, or of all its values to settle more."""
         copies = [v for p in positions for v in self.ops[p].outputs]
+        if self.settle:
+            return sum([v.nbytes for v in copies])
         return sum([v.nbytes for v in copies if self.facts.roots[v] == (v,)])
 
     def _barrier(

@@ -175,6 +175,8 @@ class Plan:
         kept: what is kept across each turn; empty where the program is unchanged.
         segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
+        settled: whether more element-wise results are written out early, so that XLA keeps closer
+            to the predicted bytes.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written.
         holders: what fills the predicted peak, the largest first.
@@ -204,6 +206,7 @@ class Plan:
     host_bytes: int = 0
     hosted: tuple[str, ...] = ()
     microbatches: int = 1
+    settled: bool = False
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""

@@ -56,6 +56,7 @@ class _Wanted:
     offload: Keep
     hosting: Hosting
     segments: Segments
+    settle: bool = False
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
@@ -63,7 +64,8 @@ class _Wanted:
         away = [("offload", *item) for item in self.offload.items() if _inside(item[0][0], path)]
         hosted = [self.hosting] if self.hosting and path == outermost else []
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
-        return frozenset([*found, *away, *hosted, *pairs])
+        decided = frozenset([*found, *away, *hosted, *pairs])
+        return decided | {"settle"} if decided and self.settle else decided
 
     def turns(self, path: str) -> Turns:
         """The turns of one block; where only offload names one, everything is kept."""
@@ -101,6 +103,7 @@ class Scheduler:
         hosting: Hosting = _NOWHERE,
         *,
         segments: Segments = _WHOLE,
+        settle: bool = False,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -111,6 +114,8 @@ class Scheduler:
                 :meth:`jaxmem.program.ir.Program.hosting`.
             segments: for the path of a scan pair's joint block the numbers of segments, outermost
                 first; a pair that is not named or has none stays whole.
+            settle: write out more element-wise results early: slower, and XLA then keeps closer
+                to the schedule's bytes.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -124,7 +129,7 @@ class Scheduler:
         refused = refusal(self.nest, segments)
         if refused:
             raise ValueError(refused)
-        return self._block(self.nest, _Wanted(keep, offload, hosting, segments))
+        return self._block(self.nest, _Wanted(keep, offload, hosting, segments, settle))
 
     def _check(self, offload: Keep) -> None:
         if self.host:
@@ -186,7 +191,9 @@ class Scheduler:
             turns = [(nest.cut, None)]
         away = wanted.away(block.path)
         if not away and not hosting:
-            return Level(facts, turns, barriers=barriers, host=self.host).run()
+            return Level(
+                facts, turns, barriers=barriers, host=self.host, settle=wanted.settle
+            ).run()
         moved = moved_of(facts, turns, away, hosting)
         return self._transfers(facts, turns, moved, barriers=barriers)
 

@@ -32,8 +32,8 @@ from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
 
-State = tuple[frozenset[str], frozenset[int]]
-"""What is pinned and what is hosted: what was found belongs to it."""
+State = tuple[frozenset[str], frozenset[int], bool]
+"""What is pinned, what is hosted, and whether to settle: what was found belongs to it."""
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
@@ -80,6 +80,7 @@ class Search:
         line: the program as one line of kernels, if it has a single turn and that is not in a loop.
         pinned: names that are always kept.
         hosted: argument leaves that live in host memory, by their positions.
+        settle: whether schedules write out more element-wise results early.
         ruled: what a policy decides; it holds in every solution that is found.
     """
 
@@ -102,6 +103,7 @@ class Search:
         self.line = self._line() if self.ruled.on_paper else None
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
+        self.settle = False
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
         self._smallest: dict[State, list[Solution]] = {}
@@ -135,7 +137,11 @@ class Search:
 
     @property
     def _state(self) -> State:
-        return self.pinned, self.hosted
+        return self.pinned, self.hosted, self.settle
+
+    def settle_more(self, wanted: bool) -> None:
+        """From now on write out more early, or not; XLA:CPU makes nothing better of it."""
+        self.settle = wanted and not self.scheduler.host
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""
@@ -163,7 +169,9 @@ class Search:
         keep = self._with_pinned(keep)
         offload = {t: names for t, names in self.ruled.offloaded(offload).items() if names}
         segments = {path: counts for path, counts in segments.items() if counts}
-        asked = Solution(keep, 0, 0.0, solver, segments, offload, hosted | self.hosted)
+        asked = Solution(
+            keep, 0, 0.0, solver, segments, offload, hosted | self.hosted, settle=self.settle
+        )
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(
@@ -194,7 +202,11 @@ class Search:
         """The program of a solution, written out."""
         hosting = self.program.hosting(solution.hosted)
         return self.scheduler.schedule(
-            solution.keep, solution.offload, hosting, segments=solution.segments
+            solution.keep,
+            solution.offload,
+            hosting,
+            segments=solution.segments,
+            settle=solution.settle,
         )
 
     def bases(self) -> list[Solution]:
@@ -238,6 +250,8 @@ class Search:
             limit_bytes: temporary bytes on the device.
             host_bytes: bytes of host memory that values may be moved to.
         """
+        if limit_bytes <= 0:
+            return None
         with _uncollected():
             best = self._solve(limit_bytes)
             if host_bytes and self.can_offload:

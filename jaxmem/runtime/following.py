@@ -37,6 +37,7 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     if not (keep or segments or hosted):
         return None
     try:
+    compiler.search.settle_more(plan.settled)
         return compiler.search.evaluate(
             keep, offload, hosted, segments=segments, solver=plan.solver
         )

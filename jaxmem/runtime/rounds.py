@@ -35,6 +35,8 @@ _MOST_FAILURES = 3
 _WELL_USED = 0.94
 _AIM = 0.985
 _FEWEST_HOST_COMPILES = 2
+# The compiler's temporaries over the predicted ones, from which on schedules settle more.
+_FAR_OFF = 1.04
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +105,13 @@ class _Rounds:
         self.tried: set[frozenset] = set()
         self.fitting: list[tuple[Solution, Compiled, int]] = []
         self.trialled: dict[int, int] = {}
-        self.scale = 1.0
+        self.scale = self.unscaled = 1.0
         self.fixed = compiler.program.fixed_bytes
 
     def run(self) -> Outcome:
         # The same way whatever was planned before: a budget that was seen to work works again.
         self.search.unpin()
+        self.search.settle_more(False)
         self.search.hosted = frozenset()
         policed.check_offloads(self.compiler)
         if self.fixed > self.budget and not self.compiler.program.sharded:
@@ -150,6 +153,7 @@ class _Rounds:
         if self.compiler.program.sharded and self.search.keep_all.temp_bytes:
             # The simulator counts whole arrays, the compiler each device's part of them.
             self.scale = max(plain.memory.temp_bytes, 1) / self.search.keep_all.temp_bytes
+            self.unscaled = self.scale
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self._note("keep-all", predicted, predicted, plain, ruled_out)
@@ -207,6 +211,7 @@ class _Rounds:
             if solution is None or solution.key in self.tried or hopeless:
                 return
             self._announce(solution)
+            predicted = self._predicted(solution)
             compiled = self._record("search", limit, self.compiler.attempt(solution))
             room = self.budget - self.fixed
             used = compiled.memory.temp_bytes
@@ -216,6 +221,11 @@ class _Rounds:
                 limit = int(max(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
             elif self.fitting:
                 return
+            elif used > _FAR_OFF * self._temp_bytes(predicted) and not self.search.settle:
+                # XLA did not follow the schedule: put off what it made element-wise work wait for.
+                self.search.settle_more(True)
+                self.scale = self.unscaled
+                limit = int(room / self.scale * _AIM)
             else:
                 limit = int(min(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
 
@@ -263,6 +273,9 @@ class _Rounds:
                     found.append((attempt.compiled.memory.total_bytes, attempt.solution))
         self.search.hosted = frozenset()
         return found
+
+    def _temp_bytes(self, predicted: int) -> int:
+        return predicted - self.fixed
 
     def _announce(self, solution: Solution) -> None:
         self.report(
@@ -346,6 +359,7 @@ class _Rounds:
                 Segmented(path, splittable(search.nest)[path], counts)
                 for path, counts in sorted(solution.segments.items() if solution else ())
             ),
+            settled=solution is not None and solution.settle,
             hosted=tuple(
                 program.arguments[n].path for n in sorted(solution.hosted if solution else ())
             ),
