@@ -176,7 +176,8 @@ class Plan:
         segments: the loops that run in segments, keeping only what is carried into each.
         options: names and values of the XLA options the program is compiled with.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
-        larger: what a somewhat larger budget would buy; ``None`` where the step is as written.
+        larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
+            or a policy decides.
         holders: what fills the predicted peak, the largest first.
         policy: JSON of the policy it follows, which ``Policy.from_json`` reads; ``""`` for none.
     """
