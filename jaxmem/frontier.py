@@ -31,8 +31,8 @@ def frontier(
 
     Use it before choosing a budget. It runs nothing and changes nothing. The figures are those of
     jaxmem's simulator, not of the compiler, unless ``compile`` is set; :func:`jaxmem.plan` for a
-    budget on the curve finds a program that the compiler confirms. Host memory is not used, and
-    ``jaxmem.AUTO`` stands for 1.
+    budget on the curve finds a program that the compiler confirms. Host memory is not used, a
+    policy is not followed, and ``jaxmem.AUTO`` stands for 1.
 
     Args:
         fun: the step, or a step that is fitted already (its own settings are then used).

@@ -137,6 +137,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("microbatches", str(plan.microbatches), str(other.microbatches)),
         ("segments", _segments(plan), _segments(other)),
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
+        ("policy", plan.policy or "none", other.policy or "none"),
         ("compiler options", _options(plan), _options(other)),
     ]
     sizes = ("budget", "predicted", "compiled", "argument", "output", "aliased", "host")

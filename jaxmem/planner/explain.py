@@ -237,6 +237,8 @@ def _about(plan: Plan) -> Iterator[str]:
         f"it uses {format_bytes(plan.compiled_bytes)} of the budget of "
         f"{format_bytes(plan.budget_bytes)} ({100 * share:.0f}%)"
     )
+    if plan.policy:
+        yield "it follows a policy: what its rules are about is as they say, whatever that costs"
     if plan.solver == "keep-all":
         yield "keep-all: the step fits as written, so nothing is recomputed"
     else:

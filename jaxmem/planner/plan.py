@@ -178,7 +178,8 @@ class Plan:
         settled: whether more element-wise results are written out early, so that XLA keeps closer
             to the predicted bytes.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
-        larger: what a somewhat larger budget would buy; ``None`` where the step is as written.
+        larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
+            or a policy decides.
         holders: what fills the predicted peak, the largest first.
         policy: JSON of the policy it follows, which ``Policy.from_json`` reads; ``""`` for none.
     """

@@ -24,7 +24,7 @@ def larger(
     rounds: Sequence[Round],
     budget_bytes: int,
 ) -> Larger | None:
-    """What more bytes would save; ``None`` where the step is as written.
+    """What more bytes would save; ``None`` where the step is as written, or a policy decides.
 
     Args:
         compiler: of the program.
@@ -34,7 +34,7 @@ def larger(
     """
     as_written = [r.compiled_bytes for r in rounds if r.name.startswith("keep-all")]
     missing = min([compiler.keep_all().memory.total_bytes, *as_written]) - budget_bytes
-    if solution is None or missing <= 0:
+    if solution is None or missing <= 0 or compiler.policy is not None:
         return None
     # With less than the smallest value that is recomputed nothing can change.
     each = [d.nbytes // d.count for d in decisions if d.recomputed and d.again_seconds]

@@ -104,6 +104,19 @@ def test_the_plan_as_a_whole():
     )
 
 
+def test_a_plan_that_follows_a_policy_says_so():
+    assert explained_plan(policy="{}").explain().sentences[1].startswith("it follows a policy")
+
+
+def test_what_a_policy_decides_has_no_price(planned_deep):
+    policies, deep = jaxmem.policies, planned_deep.__wrapped__
+    policy = policies.planned.override(policies.save(primitive="reduce_sum"))
+    found = jaxmem.plan(deep, *DEEP_ARGS, policy=policy, budget="4.5MiB", progress=False)
+    assert found.policy
+    assert found.recomputed()
+    assert found.larger is None
+
+
 def test_an_argument_in_host_memory():
     found = explained_plan().explain("state.mu")
     assert found.sentences == ("argument state.mu lives in host memory between steps",)
