@@ -36,8 +36,8 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     segments = {s.path: s.counts for s in plan.segments}
     if not (keep or segments or hosted):
         return None
-    try:
     compiler.search.settle_more(plan.settled)
+    try:
         return compiler.search.evaluate(
             keep, offload, hosted, segments=segments, solver=plan.solver
         )
