@@ -103,7 +103,7 @@ class Search:
         self.line = self._line() if self.ruled.on_paper else None
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
-        self.settle = False
+        self.settle = self.cautious = False
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
         self._smallest: dict[State, list[Solution]] = {}
@@ -137,11 +137,15 @@ class Search:
 
     @property
     def _state(self) -> State:
-        return self.pinned, self.hosted, self.settle
+        return self.pinned, self.hosted, self.cautious
 
     def settle_more(self, wanted: bool) -> None:
-        """From now on write out more early, or not; XLA:CPU makes nothing better of it."""
-        self.settle = wanted and not self.scheduler.host
+        """From now on keep to what XLA follows closely, or not.
+
+        Kept sets are then filled up from the simple ones, and more is written out early, of which
+        XLA:CPU makes nothing better.
+        """
+        self.cautious, self.settle = wanted, wanted and not self.scheduler.host
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""
@@ -331,7 +335,9 @@ class Search:
     def _propose(self, limit_bytes: int, *, thorough: bool) -> Solution | None:
         """The fastest kept set within ``limit_bytes`` on paper."""
         starts = self._simple_within(limit_bytes)
-        if self.line is not None:
+        if self.line is not None and self.cautious:
+            starts = starts[:2]
+        elif self.line is not None:
             starts = [*self._line_solver().starts(limit_bytes), *starts]
         else:
             starts = sorted([*starts, *self._body_starts(limit_bytes, starts)], key=_cost)[:3]

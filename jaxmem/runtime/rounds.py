@@ -221,7 +221,7 @@ class _Rounds:
                 limit = int(max(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
             elif self.fitting:
                 return
-            elif used > _FAR_OFF * self._temp_bytes(predicted) and not self.search.settle:
+            elif self._not_followed(used, predicted):
                 # XLA did not follow the schedule: put off what it made element-wise work wait for.
                 self.search.settle_more(True)
                 self.scale = self.unscaled
@@ -274,8 +274,10 @@ class _Rounds:
         self.search.hosted = frozenset()
         return found
 
-    def _temp_bytes(self, predicted: int) -> int:
-        return predicted - self.fixed
+    def _not_followed(self, used: int, predicted: int) -> bool:
+        """Whether XLA:GPU made far more of a schedule than was predicted, for the first time."""
+        far_off = used > _FAR_OFF * (predicted - self.fixed)
+        return far_off and self.compiler.target.platform == "gpu" and not self.search.cautious
 
     def _announce(self, solution: Solution) -> None:
         self.report(
