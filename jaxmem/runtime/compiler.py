@@ -168,8 +168,10 @@ class Compiler:
         self.search.unpin()
         self.search.settle_more(True)
         tried: set[frozenset] = set()
-        for _ in range(MOST_SMALLEST):
-            first = sorted(self.search.smallest_first()[:MOST_SMALLEST], key=lambda s: s.cost)
+        # The two trials of a CPU count among the compiles, too.
+        most = MOST_SMALLEST - bool(self.trials)
+        for _ in range(most):
+            first = sorted(self.search.smallest_first()[:most], key=lambda s: s.cost)
             fresh = (s for s in first if s.key not in tried)
             solution = next(fresh, None)
             if solution is None:
