@@ -11,7 +11,8 @@ import jax
 import jax.extend.core.primitives
 from jax._src import ad_checkpoint, config, hardware_utils, hijax, source_info_util, xla_bridge
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import mlir
+from jax._src.interpreters import mlir, remat
+from jax.ad_checkpoint import Offloadable
 from jax.extend import core as jex
 
 # --- equations ---------------------------------------------------------------------------------
@@ -114,28 +115,45 @@ def primitive_names() -> frozenset[str]:
 
 # --- checkpoint policies -----------------------------------------------------------------------
 
+_DEVICE, _HOST = "device", "pinned_host"
+
 _hi_name_classes = tuple(
     getattr(ad_checkpoint, name)
     for name in ("CheckpointName", "CheckpointNameFwd")
     if hasattr(ad_checkpoint, name)
 )
-# jax 0.10 with jax_remat3 asks objects of its own classes only, and cannot offload.
-_asks_own_classes = hasattr(ad_checkpoint, "DotsSaveable")
-REMAT3_OFFLOADS = not _asks_own_classes
-# What jax_remat3 asks a policy about; everything else is recomputed without a question.
-REMAT3_ASKS = frozenset(["name", "dot_general"]) | (
-    frozenset() if _asks_own_classes else frozenset(["conv_general_dilated"])
+# With jax_remat3, jax 0.10 and 0.11 ask objects of JAX's own classes only: about matrix products,
+# and up to 0.11.1 about names. Of jax 0.10 none can offload.
+_own_classes: tuple[type, ...] = tuple(
+    getattr(ad_checkpoint, name)
+    for name in ("DotsSaveable", "OffloadDotWithNoBatchDims")
+    if hasattr(ad_checkpoint, name)
 )
+_offloads_names = hasattr(ad_checkpoint, "SaveAndOffloadOnlyTheseNames")
+if _own_classes:
+    _names = "SaveAndOffloadOnlyTheseNames" if _offloads_names else "SaveOnlyTheseNames"
+    _own_classes += (getattr(ad_checkpoint, _names),)
+REMAT3_OFFLOADS = not _own_classes or _offloads_names
+# What jax_remat3 asks a policy about; everything else is recomputed without a question.
+REMAT3_ASKS = frozenset(["name"]) | {
+    primitive.name
+    for primitive in (
+        jax.extend.core.primitives.dot_general_p,
+        jax.extend.core.primitives.conv_general_dilated_p,
+    )
+    if primitive in remat.rules
+}
 
 
 @contextlib.contextmanager
 def whole_checkpoint() -> Iterator[None]:
     """Within, ``jax.checkpoint`` can do all that it is documented to do.
 
-    With ``jax_remat3`` that of jax 0.10 cannot offload, and names cannot be mapped by ``vmap``;
-    what is traced within uses its other implementation. Newer JAX is left as it is.
+    With ``jax_remat3``, that of jax 0.10 cannot offload, and its names cannot be mapped by
+    ``vmap``; that of jax 0.11 tells no types of named values. What is traced within uses its other
+    implementation there. Newer JAX is left as it is.
     """
-    with config.remat3(False) if _asks_own_classes else contextlib.nullcontext():
+    with config.remat3(False) if _own_classes else contextlib.nullcontext():
         yield
 
 
@@ -144,34 +162,57 @@ def remat3_enabled() -> bool:
     return config.remat3.value
 
 
+class _FalseOffload(Offloadable):
+    """An offload for jax 0.11, which saves a matrix product for any verdict that is true."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def offload() -> Offloadable:
+    """The verdict of a policy that a value waits in host memory."""
+    kind = _FalseOffload if _own_classes and remat3_enabled() else Offloadable
+    return kind(src=_DEVICE, dst=_HOST)
+
+
 @dataclass(frozen=True)
-class _SaveableNames:
-    """What jax 0.10 looks a checkpoint name up in."""
+class _Names:
+    """What jax 0.10 and 0.11 look a checkpoint name up in."""
 
     policy: Any
+    offloaded: bool
 
     def __contains__(self, name: str) -> bool:
-        return self.policy.saves_name(name)
+        verdict = self.policy.on_name(name)
+        return isinstance(verdict, Offloadable) if self.offloaded else verdict is True
 
 
-if TYPE_CHECKING or not _asks_own_classes:
+if TYPE_CHECKING or not _own_classes:
 
     @dataclass(frozen=True)
     class CheckpointPolicy:
         """Base of the policies that ``jax.checkpoint`` must recognise as such.
 
-        A subclass has ``__call__`` and ``saves_name``.
+        A subclass has ``__call__`` and ``on_name``.
         """
 
 else:
 
     @dataclass(frozen=True)
-    class CheckpointPolicy(ad_checkpoint.DotsSaveable, ad_checkpoint.SaveOnlyTheseNames):
+    class CheckpointPolicy(*_own_classes):
         """Base of the policies that ``jax.checkpoint`` must recognise as such."""
 
         # JAX's classes have these as fields; here they are not.
         only_if_no_batch_dims: ClassVar[bool] = False
-        saveable_names: ClassVar[Any] = property(_SaveableNames)
+        offload_src: ClassVar[str] = _DEVICE
+        offload_dst: ClassVar[str] = _HOST
+        saveable_names: ClassVar[Any] = property(lambda self: _Names(self, offloaded=False))
+        names_which_can_be_saved: ClassVar[Any] = saveable_names
+        names_which_can_be_offloaded: ClassVar[Any] = property(
+            lambda self: _Names(self, offloaded=True)
+        )
 
 
 def checkpoint_name_of(eqn: jex.JaxprEqn) -> str | None:

@@ -315,10 +315,10 @@ def _jitted(fun: Any) -> Any:
     return held if _compat.is_jitted(held) else None
 
 
-def _numbers(argnums: int | Sequence[int], option: str) -> tuple[int, ...]:
+def _numbers(argnums: Any, option: str) -> tuple[int, ...]:
     given = (argnums,) if hasattr(argnums, "__index__") else argnums
     try:
-        return tuple(operator.index(n) for n in given)  # pyright: ignore[reportGeneralTypeIssues]
+        return tuple(operator.index(n) for n in given)
     except TypeError:
         raise ArgumentError(
             f"{option} is {argnums!r}: it takes the number of an argument, or several, such as "

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jaxmem.errors import TargetError
-from jaxmem.program.ir import Op, Transfer, aval_bytes
-from jaxmem.program.primitives import inner_jaxprs
+from jaxmem.program.collectives import Axes, Sent, sent, within
+from jaxmem.program.fusion import fuse
+from jaxmem.program.ir import Block, Op, Transfer
+from jaxmem.program.primitives import Kind
+from jaxmem.program.trace import opened
+from jaxmem.program.work import moved, work_of
+
+NO_AXES: Axes = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -20,12 +26,15 @@ class Rates:
         bytes_per_second: device memory bandwidth.
         d2h_bytes_per_second: device to host; 0 where nothing is moved.
         h2d_bytes_per_second: host to device; 0 where nothing is moved.
+        d2d_bytes_per_second: device to device, one direction; where it is 0, collectives count
+            their traffic to device memory only.
     """
 
     flops: Mapping[str, float]
     bytes_per_second: float
     d2h_bytes_per_second: float = 0.0
     h2d_bytes_per_second: float = 0.0
+    d2d_bytes_per_second: float = 0.0
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
@@ -46,49 +55,50 @@ class Rates:
             )
         return nbytes / rate
 
+    def collective_seconds(self, passed: Sent, nbytes: float) -> float:
+        """Time of a collective: the slower of its links and its memory traffic, then latency."""
+        linked = passed.nbytes / self.d2d_bytes_per_second if self.d2d_bytes_per_second else 0.0
+        return max(linked, nbytes / self.bytes_per_second) + passed.seconds
 
-def op_seconds(op: Op, rates: Rates) -> float:
+
+def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
     """Seconds of one execution of an operation that runs as a kernel of its own.
 
-    Element-wise operations count their memory traffic only; a loop counts its body once per
-    iteration; an operation with programs inside (a call, a branch) counts its largest one.
+    A loop counts its body once per iteration (a ``while`` once: nothing says how often); an
+    operation with programs inside (a call, a branch) counts its largest one, fused as the step
+    itself is; a collective what each device sends.
+
+    Args:
+        op: the operation.
+        rates: of the device.
+        axes: sizes of the mesh axes around it, by name.
     """
     if op.loop is not None:
-        body = sum(op_seconds(inner, rates) for inner in op.loop.body.ops)
-        return body * op.loop.length
-    moved = sum(v.nbytes for v in op.values) + sum(v.nbytes for v in op.outputs)
-    return _eqn_seconds(op.eqn, moved, rates)
+        return op.loop.length * block_seconds(op.loop.body, rates, axes)
+    eqn = op.eqn
+    work = work_of(eqn)
+    if work is not None:
+        return rates.seconds(work.flops, work.dtype, work.nbytes)
+    if (passed := sent(eqn, axes)) is not None:
+        return rates.collective_seconds(passed, moved(eqn).nbytes)
+    blocks = opened(eqn)
+    if not blocks:
+        nbytes = sum(v.nbytes for v in op.values) + sum(v.nbytes for v in op.outputs)
+        return nbytes / rates.bytes_per_second
+    times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    axes = within(eqn, axes)
+    return times * max(block_seconds(block, rates, axes) for block in blocks)
 
 
-def _eqn_seconds(eqn, moved: float, rates: Rates) -> float:
-    name = eqn.primitive.name
-    if name in ("dot_general", "conv_general_dilated"):
-        dtype = str(eqn.invars[0].aval.dtype)
-        return rates.seconds(arithmetic(eqn), dtype, moved)
-    inner = inner_jaxprs(eqn)
-    if not inner:
-        return moved / rates.bytes_per_second
-    times = eqn.params.get("length", 1) if name == "scan" else 1
-    longest = max(sum(_eqn_seconds(e, _moved(e), rates) for e in jaxpr.eqns) for jaxpr in inner)
-    return times * longest
-
-
-def _moved(eqn) -> float:
-    return sum(aval_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
-
-
-def arithmetic(eqn) -> float:
-    """Floating-point operations of a matrix product or a convolution, 2 per multiply-add."""
-    if eqn.primitive.name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
-    numbers = eqn.params["dimension_numbers"]
-    kernel = eqn.invars[1].aval.shape
-    if all(d == 1 for d in eqn.params["lhs_dilation"]):
-        per_output = math.prod(kernel) / max(kernel[numbers.rhs_spec[0]], 1)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output
-    # A strided convolution's input gradient: the holes that dilation adds cost nothing.
-    per_input = math.prod(kernel) / max(kernel[numbers.rhs_spec[1]], 1)
-    groups = eqn.params["feature_group_count"]
-    return 2.0 * math.prod(eqn.invars[0].aval.shape) * per_input / groups
+def block_seconds(block: Block, rates: Rates, axes: Axes = NO_AXES) -> float:
+    """Seconds of a line of operations, element-wise work fused."""
+    fusion = fuse(block.inputs, block.ops, block.outputs)
+    total = 0.0
+    for op, kind, made in zip(block.ops, fusion.kinds, fusion.made, strict=True):
+        if not made and op.loop is None:
+            continue
+        if kind is Kind.OPAQUE and not op.transfer:
+            total += op_seconds(op, rates, axes)
+        else:
+            total += fusion.moved_bytes(op) / rates.bytes_per_second
+    return total

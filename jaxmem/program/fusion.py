@@ -8,7 +8,7 @@ of traced residuals are 17 GiB for XLA.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
@@ -19,6 +19,17 @@ _MOST_ROOTS = 8
 # would move clearly more bytes than reading the buffer (the residual stream of a transformer).
 _SHARING_RATIO = 1.5
 _BROADCASTS = frozenset(["broadcast_in_dim", "full"])
+# These read as much of their first operand as they return.
+_SLICING = frozenset(["dynamic_slice", "gather", "slice", "split", "unstack"])
+_SCATTERS = frozenset(["scatter-add", "scatter_add"])
+_ADDS = frozenset(["add", "add_any"])
+# Operations whose result is read or written in another order than their operands: a kernel cannot
+# write over an operand that it reads through one of them. The gradient of a GPT's logits is padded
+# and does not take the logits' place: 1.5 GiB of 50,304 words.
+_MOVING = frozenset(
+    "broadcast_in_dim concatenate dynamic_slice gather pad rev slice split stack tile "
+    "unstack".split()
+)
 
 
 @dataclass(frozen=True)
@@ -29,28 +40,47 @@ class Fusion:
         roots: for each value, the buffers that must be live to have it; ``(value,)`` for a buffer.
         kinds: the kind of each operation, by position.
         made: the buffers that each operation writes, by position.
+        parts: for values that are computed from parts of buffers, the bytes read of each buffer.
+        spared: the buffers that each operation reads in another order than it writes, by position:
+            its results cannot take their place.
     """
 
     roots: dict[Value, tuple[Value, ...]]
     kinds: tuple[Kind, ...]
     made: tuple[tuple[Value, ...], ...]
+    spared: tuple[tuple[Value, ...], ...]
+    parts: dict[Value, dict[Value, int]] = field(default_factory=dict)
 
     def is_buffer(self, value: Value) -> bool:
         """Whether ``value`` has bytes of its own."""
         roots = self.roots[value]
         return len(roots) == 1 and roots[0] is value
 
+    def moved_bytes(self, op: Op) -> int:
+        """Bytes that ``op`` reads of the buffers behind its operands, and writes."""
+        written = sum([v.nbytes for v in op.outputs])
+        parts = _parts(op, self.roots, self.parts)
+        if parts is not None:
+            return written + sum(parts.values())
+        return written + sum([r.nbytes for r in {r for v in op.values for r in self.roots[v]}])
+
 
 def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer."""
     kinds = tuple([kind_of(op) for op in ops])
-    demanded, readers = _demand(ops, kinds, outputs)
+    added = _added_in_place(ops, outputs)
+    demanded, readers = _demand(ops, kinds, outputs, added)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
+    parts: dict[Value, dict[Value, int]] = {}
+    moved: dict[Value, tuple[Value, ...]] = {}
+    spared: list[tuple[Value, ...]] = []
     for op, kind in zip(ops, kinds, strict=True):
         written: tuple[Value, ...] = ()
-        if kind is Kind.FUSED:
+        away = _moved(op, kind, roots, moved)
+        if kind is Kind.FUSED or op in added:
             merged = _merged(op, roots)
+            some = _parts(op, roots, parts)
             for result in op.outputs:
                 real = result in demanded or len(merged) > _MOST_ROOTS
                 if not real and readers.get(result, 0) > 1:
@@ -58,16 +88,80 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
                     real = read > _SHARING_RATIO * result.nbytes
                 if real:
                     written = (*written, result)
+                elif some is not None:
+                    parts[result] = some
                 roots[result] = (result,) if real else merged
         elif kind is Kind.ALIAS:
             written = _renamed(op, roots)
+            if parts:
+                parts.update(_parts_renamed(op, roots, parts))
         else:
             filled = _filled_in_place(op)
             written = tuple([v for v in op.outputs if v not in filled])
             roots.update({v: (v,) for v in written})
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
-    return Fusion(roots, kinds, tuple(made))
+        spared.append(away)
+        if away:
+            moved.update((v, away) for v in op.outputs if v not in written)
+    return Fusion(roots, kinds, tuple(made), tuple(spared), parts)
+
+
+def _moved(
+    op: Op,
+    kind: Kind,
+    roots: dict[Value, tuple[Value, ...]],
+    moved: dict[Value, tuple[Value, ...]],
+) -> tuple[Value, ...]:
+    """The buffers that ``op`` reads, itself or through what is fused into it, in another order."""
+    if kind is Kind.OPAQUE or op.barrier or op.transfer:
+        return ()
+    found = [root for v in op.values if v in moved for root in moved[v]]
+    if op.name in _MOVING:
+        found += [root for v in op.values for root in roots[v]]
+    return tuple(dict.fromkeys(found)) if found else ()
+
+
+def _parts(
+    op: Op, roots: dict[Value, tuple[Value, ...]], parts: dict[Value, dict[Value, int]]
+) -> dict[Value, int] | None:
+    """Bytes that ``op`` reads of each buffer; ``None`` where it reads all of them whole."""
+    slicing = op.name in _SLICING
+    if not slicing and not (parts and any(v in parts for v in op.values)):
+        return None
+    read: dict[Value, int] = {}
+    taken = sum(_elements(v) for v in op.outputs) if slicing else 0
+    for place, value in enumerate(op.values):
+        known = parts.get(value)
+        for root in roots[value]:
+            nbytes = root.nbytes if known is None else known[root]
+            if slicing and place == 0:
+                nbytes = min(nbytes, taken * _itemsize(root))
+            read[root] = min(root.nbytes, read.get(root, 0) + nbytes)
+    return read
+
+
+def _parts_renamed(
+    op: Op, roots: dict[Value, tuple[Value, ...]], parts: dict[Value, dict[Value, int]]
+) -> dict[Value, dict[Value, int]]:
+    """What an alias of values in ``parts`` reads, where it is no buffer of its own."""
+    if op.barrier:
+        pairs = list(zip(op.inputs, op.outputs, strict=True))
+    else:
+        pairs = [(op.inputs[0], result) for result in op.outputs]
+    return {
+        result: parts[source]
+        for source, result in pairs
+        if isinstance(source, Value) and source in parts and roots[result] == roots[source]
+    }
+
+
+def _elements(value: Value) -> int:
+    return value.nbytes // _itemsize(value) if value.nbytes else 0
+
+
+def _itemsize(value: Value) -> int:
+    return value.aval.dtype.itemsize if value.nbytes else 0
 
 
 def _filled_in_place(op: Op) -> dict[Value, Value]:
@@ -79,6 +173,34 @@ def _filled_in_place(op: Op) -> dict[Value, Value]:
     first = loop.num_carry - loop.filled
     pairs = zip(op.outputs[first : loop.num_carry], given[first:], strict=True)
     return {result: array for result, array in pairs if isinstance(array, Value)}
+
+
+def _added_in_place(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[Op, Value]:
+    """The scatters into zeros whose sum with something else is all that is read, with that sum.
+
+    XLA adds into the other operand instead, in place: the gradient of what ``take_along_axis``
+    picked, 3 GiB of zeros beside a GPT's logits, does not exist. Not behind a barrier.
+    """
+    if not any(op.name in _SCATTERS for op in ops):
+        return {}
+    readers: dict[Value, list[Op]] = {}
+    for op in ops:
+        for value in op.values:
+            readers.setdefault(value, []).append(op)
+    returned = {value for value in outputs if isinstance(value, Value)}
+    zeros: set[Value] = set()
+    added: dict[Op, Value] = {}
+    for op in ops:
+        given = op.inputs[0] if op.inputs else None
+        if op.name in _BROADCASTS and not op.barrier and not isinstance(given, Value):
+            if getattr(given, "val", None) == 0:
+                zeros.update(op.outputs)
+        elif op.name in _SCATTERS and isinstance(given, Value) and given in zeros:
+            result = op.outputs[0]
+            reading = readers.get(result, [])
+            if len(reading) == 1 and result not in returned and reading[0].name in _ADDS:
+                added[op] = reading[0].outputs[0]
+    return added
 
 
 def _renamed(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
@@ -103,10 +225,13 @@ def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
 
 
 def _demand(
-    ops: Sequence[Op], kinds: Sequence[Kind], outputs: Sequence[Atom]
+    ops: Sequence[Op],
+    kinds: Sequence[Kind],
+    outputs: Sequence[Atom],
+    added: dict[Op, Value],
 ) -> tuple[set[Value], dict[Value, int]]:
     """Values that something unfusable reads, and how many operations read each value."""
-    demanded = {value for value in outputs if isinstance(value, Value)}
+    demanded = {value for value in outputs if isinstance(value, Value)} | set(added.values())
     readers: dict[Value, int] = {}
     constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
@@ -119,6 +244,9 @@ def _demand(
             continue
         for value in op.values:
             readers[value] = readers.get(value, 0) + 1
+        if op in added:
+            demanded.update(op.values[1:])
+            continue
         if kind is Kind.OPAQUE or op.barrier or op.transfer:
             demanded.update(_written_out(op, constants))
     return demanded, readers

@@ -117,11 +117,12 @@ def _forward_of(
     for candidate in {made[v] for v in op.values if v in made}:
         other = block.ops[candidate]
         early = not is_backward(other) if cut is None else candidate < cut
-        if other.loop is None or not early or candidate in taken:
+        if other.loop is None or op.loop is None or not early or candidate in taken:
             continue
-        if other.loop.length != op.loop.length:  # pyright: ignore[reportOptionalMemberAccess]
+        if other.loop.length != op.loop.length:
             continue
-        nbytes = sum(op.inputs[p].nbytes for p in _residuals(other, op))  # pyright: ignore
+        read = [op.inputs[p] for p in _residuals(other, op)]
+        nbytes = sum(v.nbytes for v in read if isinstance(v, Value))
         if nbytes > best_bytes or (nbytes == best_bytes and best is not None and candidate < best):
             best, best_bytes = candidate, nbytes
     return best

@@ -47,7 +47,8 @@ def in_pieces(ops: Iterable[Op]) -> tuple[Op, ...]:
             written.append(op)
             continue
         now: dict[Value, Any] = dict(zip(pieces.inputs, op.inputs, strict=True))
-        now.update(zip(pieces.outputs, op.outputs, strict=True))  # pyright: ignore
+        results = zip(pieces.outputs, op.outputs, strict=True)
+        now.update((v, result) for v, result in results if isinstance(v, Value))
         for piece in pieces.ops:
             inputs = [now.get(a, a) if isinstance(a, Value) else a for a in piece.inputs]
             results = [now.setdefault(v, v.like()) for v in piece.outputs]

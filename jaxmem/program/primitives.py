@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from jaxmem.program.collectives import COLLECTIVES
 from jaxmem.program.ir import Op
 
 
@@ -42,14 +43,8 @@ _FUSED = frozenset(
     "shift_right_logical sign sin sinh slice split sqrt square stack sub tan tanh tile unstack "
     "xor zeros_like zeta".split()
 )
-# Running these twice would repeat an effect, draw from hidden state, or make devices wait for
-# each other a second time (FACTS: never recompute collectives).
-_COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin ppermute all_to_all all_gather all_gather_invariant "
-    "reduce_scatter psum_scatter pgather collective_permute ragged_all_to_all "
-    "all_gather_reduced unreduced_psum pbroadcast unreduced_reduce_scatter unreduced_pmax "
-    "unreduced_pmin pbroadcast_dynamic psend precv".split()
-)
+# Running these twice would repeat an effect or draw from hidden state; a collective would make
+# devices wait for each other a second time.
 _STATEFUL = frozenset(
     "infeed outfeed rng_uniform get swap addupdate run_state ref new_ref empty_ref freeze "
     "pure_callback io_callback debug_callback".split()
@@ -74,7 +69,7 @@ def kind_of(op: Op) -> Kind:
 
 def may_repeat(op: Op) -> bool:
     """Whether ``op`` may be executed again: no effect, no collective, no hidden state."""
-    return not op.eqn.effects and not _holds(op.eqn, _COLLECTIVES | _STATEFUL)
+    return not op.eqn.effects and not _holds(op.eqn, COLLECTIVES | _STATEFUL)
 
 
 def _holds(eqn, names: frozenset[str]) -> bool:

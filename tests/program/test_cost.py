@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmem.program.cost import Rates, arithmetic, op_seconds
+from jaxmem.program.cost import Rates, op_seconds
+from jaxmem.program.work import arithmetic
 from tests.planner.lines import program
 
 RATES = Rates({"float32": 1e12, "bfloat16": 4e12}, 1e11)

@@ -14,6 +14,7 @@ from tests.planner.lines import program
 from tests.problems import PROBLEMS, pure
 
 X = jnp.ones((64, 64))
+ROWS = jnp.arange(64)
 NAMES = ("transformer_dropout_unrolled", "branches", "custom_vjp", "mixed_leaves")
 
 
@@ -27,9 +28,10 @@ def test_laws_of_every_answer(name: str):
     block = program(step.function, *step.args).block
     fusion = fused(block)
     made = {v: kind for op, kind in zip(block.ops, fusion.kinds, strict=True) for v in op.outputs}
+    added = {v for op in block.ops if op.name.startswith("scatter") for v in op.outputs}
     for value, roots in fusion.roots.items():
         assert all(fusion.is_buffer(root) for root in roots), "roots are buffers"
-        if made.get(value) in (Kind.OPAQUE, Kind.REDUCE):
+        if made.get(value) in (Kind.OPAQUE, Kind.REDUCE) and value not in added:
             assert fusion.is_buffer(value)
     for op, kind in zip(block.ops, fusion.kinds, strict=True):
         assert kind is kind_of(op)
@@ -47,6 +49,10 @@ def buffers(function, *args) -> list[str]:
 
 def loop(x, given):
     return lax.scan(lambda carry, _: (jnp.where(carry > 0, carry, given), None), x, length=3)[0]
+
+
+def _picked(x):
+    return jnp.zeros_like(x).at[ROWS].add(x, mode="promise_in_bounds")
 
 
 RULES = {
@@ -70,6 +76,14 @@ RULES = {
         lambda x: (lambda y: (y.sum(), y.max()))(jnp.sin(x)),
         ["reduce_sum", "reduce_max"],
     ),
+    "a scatter into zeros adds to what it is added to": (
+        lambda x: jnp.tanh(_picked(x) + jnp.sin(x)) @ x,
+        ["broadcast_in_dim", "add", "tanh", "dot_general"],  # The indices; no zeros.
+    ),
+    "unless something else reads it": (
+        lambda x: (lambda s: (s + jnp.sin(x)).sum() * s[0, 0])(_picked(x)),
+        ["broadcast_in_dim", "broadcast_in_dim", "scatter-add", "reduce_sum", "mul"],
+    ),
     "two readers of a dear value share it": (
         lambda x: (lambda y: (y.sum(), y.max()))((x @ x) + (x @ x.T)),
         ["dot_general", "dot_general", "add", "reduce_sum", "reduce_max"],
@@ -81,6 +95,12 @@ RULES = {
 def test_rule(rule: str):
     function, expected = RULES[rule]
     assert buffers(function, X) == expected
+
+
+def test_numbers_are_results_and_operands_of_scatters_too():
+    block = program(lambda x: (jnp.float32(0).at[()].add(x[0, 0]), _picked(x) + x, 1.0), X).block
+    fusion = fused(block)
+    assert len(fusion.made) == len(block.ops)
 
 
 def test_a_kernel_takes_a_limited_number_of_operands():

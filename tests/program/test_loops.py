@@ -83,7 +83,9 @@ def test_a_joint_iteration_computes_what_the_two_scans_do(reverse: bool, unroll:
 
     def step(w, x):
         def loss(w):
-            body = lambda c, k: (jnp.tanh(c @ w) * k, c.sum())  # noqa: E731 - as users write it
+            def body(c, k):
+                return jnp.tanh(c @ w) * k, c.sum()
+
             last, sums = lax.scan(body, x, jnp.ones(1), reverse=reverse, unroll=unroll)
             return last.sum() + sums.sum()
 
