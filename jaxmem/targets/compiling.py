@@ -123,7 +123,7 @@ def compile_for(
     >>> compile_for("cpu", lambda x: x @ x, [x]).memory.argument_bytes
     262144
     """
-    target = Target.resolve(target)
+    target = Target.local(measure=False) if target is None else Target.resolve(target)
     started = time.perf_counter()
     here = runs_here(target)
     lower = _lower_here if here else _lower_absent
@@ -191,7 +191,7 @@ def usable_bytes(target: Target) -> int:
     True
     """
     if target.platform == "gpu" and runs_here(target):
-        return min(target.device_bytes, Target.local().device_bytes)
+        return min(target.device_bytes, Target.local(measure=False).device_bytes)
     return target.device_bytes
 
 

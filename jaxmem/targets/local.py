@@ -1,4 +1,4 @@
-"""This machine: what JAX's default device has, and what its rates are assumed to be."""
+"""This machine: what JAX's default device has, and its rates, assumed or measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from jaxmem.errors import TargetError
-from jaxmem.targets import table, topology
+from jaxmem.targets import measured, table, topology
+from jaxmem.targets.pinned import pinned
 from jaxmem.targets.target import USABLE_SHARE, from_table
 
 # One core with 256-bit FMA at 2.5 GHz peaks at 80 GFLOP/s in float32; GEMMs get near half of it.
@@ -18,8 +19,14 @@ _CPU_MEMORY_BYTES_PER_SECOND = 20e9
 _CPU_COPY_BYTES_PER_SECOND = 10e9
 
 
-def default_device() -> dict[str, Any]:
-    """Fields of the target that is JAX's default device here."""
+def default_device(measure: bool | None = None) -> dict[str, Any]:
+    """Fields of the target that is JAX's default device here, with the rates that it has."""
+    fields = assumed_device()
+    return measured.applied(fields, found_rates(fields, measure))
+
+
+def assumed_device() -> dict[str, Any]:
+    """Fields of the same target with rates of the table, or assumed ones."""
     topology.initialize_default_backend()
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -32,26 +39,49 @@ def default_device() -> dict[str, Any]:
     return _gpu(device)
 
 
+def found_rates(
+    fields: dict[str, Any], measure: bool | None = None, *, again: bool = False
+) -> measured.Found:
+    """Where the rates of JAX's default device come from; measures it if that is wanted.
+
+    Args:
+        fields: of its target, with assumed rates.
+        measure: as for ``Target.local``.
+        again: measure even if it was measured before.
+    """
+    device = jax.local_devices()[0]
+    if measure is False or (measure is None and device.platform == "cpu"):
+        return measured.Found("assumed")
+    if measure is None and jax.process_count() > 1:
+        reason = f"{jax.process_count()} processes have to plan alike, each would measure its own"
+        return measured.Found("assumed", why=reason)
+    return measured.rates_of(device, fields, again=again)
+
+
 def processor() -> dict[str, Any]:
     """Fields of the target that is this machine's processor."""
     topology.initialize_default_backend()
-    devices, cores = len(jax.local_devices(backend="cpu")), os.cpu_count() or 1
-    memory_bytes = host_bytes()
+    processors, cores = jax.local_devices(backend="cpu"), os.cpu_count() or 1
+    devices, memory_bytes = len(processors), host_bytes()
+    pool = pinned(processors[0], memory_bytes)
     return {
         "name": "cpu",
         "platform": "cpu",
         "model": "",
         "device_bytes": memory_bytes // devices,
         "host_bytes": memory_bytes,
+        "pinned_host_bytes": pool.limit_bytes,
         "flops": {name: rate * cores / devices for name, rate in _CORE_FLOPS.items()},
         "hbm_bytes_per_second": _CPU_MEMORY_BYTES_PER_SECOND / devices,
         "h2d_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
         "d2h_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
+        "duplex_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
         "d2d_bytes_per_second": _CPU_COPY_BYTES_PER_SECOND,
         "devices_per_host": devices,
         "hosts": jax.process_count("cpu"),
         "sources": (
             "memory: operating system and cgroup limit",
+            pool.source,
             f"rates assumed: {_CORE_FLOPS['float32'] / 1e9:.0f} GFLOP/s on each of {cores} cores",
         ),
     }
@@ -85,15 +115,18 @@ def _gpu(device: Any) -> dict[str, Any]:
     limit = stats.get("bytes_limit")
     local_count = jax.local_device_count()
     name = model or device.device_kind
+    memory_bytes = host_bytes()
+    pool = pinned(device, memory_bytes)
     memory = "memory: what JAX may allocate here" if limit else "memory: the table"
     return {
         **fields,
         "name": f"{local_count}x{name}" if local_count > 1 else name,
         "device_bytes": limit or fields["device_bytes"],
-        "host_bytes": host_bytes(),
+        "host_bytes": memory_bytes,
+        "pinned_host_bytes": pool.limit_bytes,
         "devices_per_host": local_count,
         "hosts": jax.process_count(),
-        "sources": (*fields["sources"], memory),
+        "sources": (*fields["sources"], memory, pool.source),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jaxmem import units
 from jaxmem.errors import ArgumentError
 from jaxmem.targets import table
+from jaxmem.targets.pinned import DEFAULT_BYTES, LIMIT_VARIABLE
 
 # What XLA_PYTHON_CLIENT_MEM_FRACTION=.95 gives: the CUDA context, cuBLAS, cuDNN and NCCL live in
 # the rest. JAX preallocates 75% unless told otherwise; Target.local() sees what it really has.
@@ -60,12 +61,15 @@ class Target:
         model: the table's name of the GPU; ``""`` for a CPU or a GPU that the table lacks.
         device_bytes: usable bytes of each device; for GPUs of the table 95% of the memory.
         host_bytes: bytes of memory of each host.
+        pinned_host_bytes: of these, what one process may pin and so what a plan may offload to; for
+            GPUs of the table the 64 GiB that XLA allows by default.
         flops: dense FLOP/s of matrix multiplication by dtype name (``"bfloat16"``,
             ``"float16"``, ``"float32"``, ``"float64"``, ``"int8"``, ``"float8"``); float32 is
             TF32 where the GPU has it, as JAX multiplies by default.
         hbm_bytes_per_second: device memory bandwidth.
         h2d_bytes_per_second: host to device, alone on the link.
         d2h_bytes_per_second: device to host, alone on the link.
+        duplex_bytes_per_second: between device and host, each way while both run.
         d2d_bytes_per_second: device to device inside a host, one direction.
         devices_per_host: devices in each host.
         hosts: hosts.
@@ -81,10 +85,12 @@ class Target:
     model: str
     device_bytes: int
     host_bytes: int
+    pinned_host_bytes: int
     flops: Flops
     hbm_bytes_per_second: float
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
+    duplex_bytes_per_second: float
     d2d_bytes_per_second: float
     devices_per_host: int
     hosts: int
@@ -106,21 +112,36 @@ class Target:
             object.__setattr__(self, field, values[field])
 
     @staticmethod
-    def local() -> Target:
+    def local(measure: bool | None = None) -> Target:
         """Returns this machine's default JAX device, and as many of them as JAX sees.
 
-        A GPU's rates come from the table (scaled by its multiprocessors where the table lacks
-        it) and its memory from what JAX may allocate; a CPU's rates are assumed.
+        Its memory is what JAX may allocate. A GPU's rates are measured once and kept in the user's
+        cache directory (``JAXMEM_CACHE_DIR``, ``XDG_CACHE_HOME``), because the same step and budget
+        must give the same plan tomorrow and no two measurements are alike; ``jaxmem doctor
+        --measure`` measures again. A CPU's rates are assumed unless asked for: a plan for a CPU
+        compares arithmetic with one memory, for which the assumed ratio does, and starting up would
+        take seconds. Several processes of one program use the table: they have to make the same
+        plan, and each would measure its own rates. ``sources`` says where the rates are from.
+
+        Args:
+            measure: ``None`` measures on a GPU of a single process, ``True`` anywhere; ``False``
+                takes a GPU's rates from the table (scaled by its multiprocessors where the table
+                lacks it) and assumes a CPU's. Where measuring fails the table is used, and
+                ``sources`` begins with the reason.
 
         Raises:
             TargetError: the default device is neither a CPU nor an NVIDIA GPU.
+
+        Cost:
+            The first time on a machine some seconds, at most 0.6 GiB of free device memory and
+            0.4 GiB of pinned host memory; afterwards nothing.
 
         >>> Target.local().platform in ("cpu", "gpu")
         True
         """
         from jaxmem.targets import local
 
-        return Target(**local.default_device())
+        return Target(**local.default_device(measure))
 
     @staticmethod
     def resolve(target: Target | str | None) -> Target:
@@ -190,13 +211,19 @@ def _from_name(name: str) -> dict[str, Any]:
     model, hosts, devices = table.parse(name)
     count = f"{hosts}x{devices}x" if hosts > 1 else f"{devices}x" if devices > 1 else ""
     one = from_table(model)
+    host_bytes = 2 * table.gpu(model)["memory_bytes"] * devices
     return {
         **one,
         "name": count + model,
         "hosts": hosts,
         "devices_per_host": devices,
-        "host_bytes": 2 * table.gpu(model)["memory_bytes"] * devices,
-        "sources": (*one["sources"], "host memory assumed: twice the memory of its GPUs"),
+        "host_bytes": host_bytes,
+        "pinned_host_bytes": min(host_bytes, DEFAULT_BYTES),
+        "sources": (
+            *one["sources"],
+            "host memory assumed: twice the memory of its GPUs",
+            f"pinned host memory: XLA's default, raised by {LIMIT_VARIABLE}",
+        ),
     }
 
 
@@ -219,6 +246,7 @@ def from_table(model: str) -> dict[str, Any]:
         "hbm_bytes_per_second": float(entry["memory_bytes_per_second"]),
         "h2d_bytes_per_second": float(link["bytes_per_second"]),
         "d2h_bytes_per_second": float(link["bytes_per_second"]),
+        "duplex_bytes_per_second": float(link["duplex_bytes_per_second"]),
         "d2d_bytes_per_second": float(peer or link["bytes_per_second"]),
         "sources": (
             *entry["source"],

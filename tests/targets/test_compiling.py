@@ -24,7 +24,9 @@ def mesh_of(devices, axes=("x",), shape=None):
 
 @EVERYWHERE
 def test_total_counts_donated_buffers_once(target):
-    step = lambda w, x: (w - 0.1 * (x @ w), (x * x).sum())  # noqa: E731
+    def step(w, x):
+        return w - 0.1 * (x @ w), (x * x).sum()
+
     plain = compile_for(target, step, [MATRIX, MATRIX]).memory
     donated = compile_for(target, step, [MATRIX, MATRIX], donate=(0,)).memory
     assert plain.argument_bytes == donated.argument_bytes == 2 * BYTES
@@ -48,7 +50,10 @@ def test_arguments_that_are_not_used_still_take_memory(target):
 @EVERYWHERE
 def test_pytrees_keys_and_weak_types_are_taken(target):
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    noise = lambda tree, k: tree["x"] + jax.random.normal(k, (SIDE, SIDE))  # noqa: E731
+
+    def noise(tree, k):
+        return tree["x"] + jax.random.normal(k, (SIDE, SIDE))
+
     assert compile_for(target, noise, [{"x": MATRIX}, key]).memory.argument_bytes == BYTES + 8
     aval = jax.make_jaxpr(lambda x: x)(2.0).in_avals[0]
     compiled = compile_for(target, lambda s: jnp.ones((2,), jnp.bfloat16) * s, [aval])
@@ -59,7 +64,7 @@ def test_pytrees_keys_and_weak_types_are_taken(target):
 
 def test_what_is_compiled_for_this_machine_runs():
     compiled = compile_for(None, lambda x: (x * 2).sum(), [jax.ShapeDtypeStruct((3,), "float32")])
-    assert compiled.runs_here and compiled.target == Target.local()
+    assert compiled.runs_here and compiled.target == Target.local(measure=False)
     assert compiled.executable(jnp.arange(3.0)) == 6
     assert 0 < compiled.seconds < 60
 

@@ -18,7 +18,9 @@ def gpu(
     platform="gpu",
     runtime="cuda",
 ):
+    memories = [SimpleNamespace(kind=kind) for kind in ("device", "pinned_host")]
     return SimpleNamespace(
+        addressable_memories=lambda: memories,
         client=SimpleNamespace(platform_version=f"PJRT C API\n{runtime} 13000"),
         device_kind=kind,
         platform=platform,

@@ -69,9 +69,9 @@ def test_unknown_names_get_the_nearest_and_the_list(asked, message):
 
 def test_a_name_that_is_not_text_says_so():
     with pytest.raises(ArgumentError, match=r"a target name is text such as .*, not 8"):
-        Target(8)  # pyright: ignore[reportArgumentType]
+        Target(8)
     with pytest.raises(ArgumentError, match="target must be a Target, a name or None, not float"):
-        Target.resolve(1.5)  # pyright: ignore[reportArgumentType]
+        Target.resolve(1.5)
     with pytest.raises(ArgumentError, match="Target has no field 'hbm'; its fields are name"):
         Target("h200", hbm=3)
 
@@ -84,7 +84,7 @@ def test_targets_are_values():
     assert copy.deepcopy(target) == target
     assert dataclasses.replace(target, hosts=2).hosts == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
-        target.hosts = 2  # pyright: ignore[reportAttributeAccessIssue]
+        target.hosts = 2
 
 
 def test_given_fields_replace_those_of_the_table():

@@ -1,0 +1,244 @@
+"""Measure a device with JAX alone: matrix products, device memory, links to the host and peers.
+
+Every rate is the median of a few runs after two that are thrown away, on random data: products
+of zeros draw less power and run faster than any that matter. Only what is timed is compiled: a
+product for each dtype and one kernel for device memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from jaxmem.errors import TargetError
+
+# cuBLAS knows a good kernel for a large square product. Tuning would run all that can do it, and
+# compile Triton's for that.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+_GPU_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
+_CPU_DTYPES = ("float32", "float64", "bfloat16")
+_RUNS = 5
+# Of the bytes that are free on the device, at most this share is used.
+_SHARE = 1 / 8
+_LARGEST_PRODUCT, _SMALLEST_PRODUCT, _STEP = 8192, 256, 256
+# A B200 has 126 MB of L2; of the L3 of a server's processor, one process seldom has as much.
+_GPU_MEMORY_BYTES, _CPU_MEMORY_BYTES = 512 * 2**20, 64 * 2**20
+_LINK_BYTES, _LINK_COPIES = 64 * 2**20, 4
+_GPU_KERNELS, _CPU_KERNELS = 8, 2
+_LEAST_FREE_BYTES = 512 * 2**20
+# Random numbers are drawn once for so many elements, and then repeated.
+_DRAWN = 2**20
+
+
+class Gauge:
+    """Measures one device and leaves nothing on it.
+
+    Attributes:
+        notes: what could not be measured, and why.
+        seconds: how long each part took, such as ``"bfloat16"``, and of that what went before
+            its runs: ``"bfloat16: data"`` and ``"bfloat16: compile"``.
+    """
+
+    def __init__(self, device: Any, free_bytes: int):
+        """Take a device of which ``free_bytes`` may be used in part.
+
+        Raises:
+            TargetError: so little is free that the rates would mean nothing.
+        """
+        if free_bytes < _LEAST_FREE_BYTES:
+            raise TargetError(
+                f"only {free_bytes >> 20} MiB of {device.device_kind} are free, and measuring "
+                f"takes {_LEAST_FREE_BYTES >> 20}"
+            )
+        self.device = device
+        self.on_device = SingleDeviceSharding(device)
+        self.allowed_bytes = int(free_bytes * _SHARE)
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self._part = ""
+
+    def flops(self, expected: Mapping[str, float]) -> dict[str, float]:
+        """FLOP/s of square matrix products by dtype, of those that work.
+
+        Args:
+            expected: rates by dtype, by which the size is chosen so that one product takes some
+                milliseconds whatever the device is.
+        """
+        dtypes = _CPU_DTYPES if self.device.platform == "cpu" else _GPU_DTYPES
+        found = {d: self._attempt(d, lambda d=d: self._product(d, expected)) for d in dtypes}
+        return {dtype: rate for dtype, rate in found.items() if rate is not None}
+
+    def memory(self) -> float | None:
+        """Bytes a second of one element-wise kernel that reads and writes all of an array."""
+        return self._attempt("device memory", self._memory)
+
+    def links(self) -> tuple[float, float, float] | None:
+        """Bytes a second to pinned host memory, from it, and each way while both run."""
+        return self._attempt("host link", self._links)
+
+    def peer(self, other: Any) -> float | None:
+        """Bytes a second to another device of this process."""
+        return self._attempt("peer link", lambda: self._peer(other))
+
+    def _attempt(self, what: str, measure: Callable[[], Any]) -> Any:
+        self._part = what
+        try:
+            with self._clocked(what):
+                return measure()
+        except (RuntimeError, ValueError) as error:
+            # What XLA and JAX say of a dtype, a kind of memory or a copy that a device lacks; the
+            # target's sources and the doctor pass it on, and the table's rate is used.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.notes.append(f"{what} could not be measured: {reason[:200]}")
+            return None
+
+    @contextlib.contextmanager
+    def _clocked(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            passed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + passed
+
+    def _product(self, dtype: str, expected: Mapping[str, float]) -> float:
+        with jax.enable_x64(dtype == "float64"):
+            size = self._product_size(dtype, expected)
+            left, right = self._random((size, size), dtype, 2)
+            multiply = self._compiled(product(dtype), left, right)
+            seconds = timed(lambda: [multiply(left, right)])
+        return 2.0 * size**3 / seconds
+
+    def _product_size(self, dtype: str, expected: Mapping[str, float]) -> int:
+        wanted_seconds = 0.05 if self.device.platform == "cpu" else 0.005
+        rate = expected.get(dtype) or expected["float32"]
+        size = (rate * wanted_seconds / 2) ** (1 / 3)
+        # Two operands and two results of up to eight bytes: one is written, one is being freed.
+        size = min(size, _LARGEST_PRODUCT, (self.allowed_bytes / 32) ** 0.5)
+        return max(_SMALLEST_PRODUCT, int(size) // _STEP * _STEP)
+
+    def _memory(self) -> float:
+        on_cpu = self.device.platform == "cpu"
+        most = _CPU_MEMORY_BYTES if on_cpu else _GPU_MEMORY_BYTES
+        kernels = _CPU_KERNELS if on_cpu else _GPU_KERNELS
+        count = min(most, self.allowed_bytes // 2) // 4
+        held = self._random((count,), "float32")
+        scale = self._compiled(scaled, held[0], donate_argnums=0)
+
+        def run() -> list[Any]:
+            for _ in range(kernels):
+                held.append(scale(held.pop()))
+            return held
+
+        return 2.0 * 4 * count * kernels / timed(run)
+
+    def _links(self) -> tuple[float, float, float]:
+        on_host = SingleDeviceSharding(self.device, memory_kind="pinned_host")
+        (near,) = self._random((self._link_bytes() // 4,), "float32")
+        far = jax.device_put(near, on_host)
+
+        def down() -> list[Any]:
+            return [jax.device_put(near, on_host) for _ in range(_LINK_COPIES)]
+
+        def up() -> list[Any]:
+            return [jax.device_put(far, self.on_device) for _ in range(_LINK_COPIES)]
+
+        def both() -> list[Any]:
+            pairs = [
+                (jax.device_put(near, on_host), jax.device_put(far, self.on_device))
+                for _ in range(_LINK_COPIES)
+            ]
+            return [array for pair in pairs for array in pair]
+
+        moved = near.nbytes * _LINK_COPIES
+        return moved / timed(down), moved / timed(up), moved / timed(both)
+
+    def _peer(self, other: Any) -> float:
+        there = SingleDeviceSharding(other)
+        (here,) = self._random((self._link_bytes() // 4,), "float32")
+
+        def across() -> list[Any]:
+            return [jax.device_put(here, there) for _ in range(_LINK_COPIES)]
+
+        return here.nbytes * _LINK_COPIES / timed(across)
+
+    def _link_bytes(self) -> int:
+        return min(_LINK_BYTES, self.allowed_bytes // (2 * _LINK_COPIES))
+
+    def _random(self, shape: tuple[int, ...], dtype: str, count: int = 1) -> list[Any]:
+        """Random arrays on the device, drawn on the host: that needs no compile.
+
+        A program that makes them would be slow to compile: within :func:`undisturbed` what depends
+        on no argument is evaluated while tracing, and is then a constant of the program. With an
+        iota of 256 MiB a compile for a CPU took 6 s.
+        """
+        with self._clocked(f"{self._part}: data"):
+            made = []
+            for seed in range(count):
+                generator = np.random.default_rng(seed)
+                if dtype == "int8":
+                    drawn = generator.integers(-8, 9, _DRAWN, np.int8)
+                else:
+                    drawn = generator.uniform(-1, 1, _DRAWN).astype(jnp.dtype(dtype))
+                made.append(jax.device_put(np.resize(drawn, shape), self.on_device))
+            return jax.block_until_ready(made)
+
+    def _compiled(self, fun: Callable, *args: Any, **options: Any) -> Callable:
+        compiler_options = GPU_OPTIONS if self.device.platform == "gpu" else None
+        made = jax.jit(
+            fun, out_shardings=self.on_device, compiler_options=compiler_options, **options
+        )
+        with self._clocked(f"{self._part}: compile"):
+            return made.lower(*args).compile()
+
+
+def product(dtype: str) -> Callable[[Any, Any], Any]:
+    """The matrix product that is measured, at JAX's default precision: TF32 where a GPU has it."""
+    wide = jnp.int32 if dtype == "int8" else jnp.dtype(dtype)
+    return lambda a, b: lax.dot(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=wide)
+
+
+def scaled(x: Any) -> Any:
+    """The element-wise kernel that is measured: one multiplication, hidden behind its traffic."""
+    return x * 1.0001
+
+
+def timed(run: Callable[[], list[Any]]) -> float:
+    """Median seconds of ``run``, from its start until the arrays that it returns are there.
+
+    They are gone before the next run starts, so that its copies find the same memory again.
+    """
+    seconds = []
+    for _ in range(2 + _RUNS):
+        started = time.perf_counter()
+        made = jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - started)
+        del made
+    return statistics.median(seconds[2:])
+
+
+def free_bytes(device: Any, known: int) -> int:
+    """Bytes that are free on a device; where its allocator does not tell, those it has."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit") or known
+    return limit - stats.get("bytes_in_use", 0)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, what is measured is run at once and as written, whatever the caller has set."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.ensure_compile_time_eval())
+        stack.enter_context(jax.disable_jit(False))
+        stack.enter_context(jax.transfer_guard("allow"))
+        stack.enter_context(jax.debug_nans(False))
+        yield
