@@ -127,7 +127,7 @@ def _at_turn(
                 loops.add(name)
                 if name in candidates and candidates[name].value.nbytes >= value.nbytes:
                     continue
-            seconds = simulator.seconds(op, fusion.kinds[index], fusion.roots) * times
+            seconds = simulator.seconds(op, fusion.kinds[index], fusion) * times
             candidates[name] = Candidate(
                 name,
                 op,

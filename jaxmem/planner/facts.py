@@ -97,7 +97,7 @@ class Facts:
             kinds=kinds,
             made=made,
             droppable=droppable,
-            needed_until=_needed_until(ops, kinds, returned),
+            needed_until=_needed_until(ops, fusion.made, returned),
             read_until={v: index for index, op in enumerate(ops) for v in op.values}
             | dict.fromkeys(returned, len(ops)),
             depth=_depth(ops, numbers),
@@ -131,14 +131,14 @@ def _depth(ops: Sequence[Op], numbers: set[Value]) -> dict[Value, int]:
 
 
 def _needed_until(
-    ops: Sequence[Op], kinds: Sequence[Kind], returned: set[Value]
+    ops: Sequence[Op], written: Sequence[tuple[Value, ...]], returned: set[Value]
 ) -> dict[Value, int]:
     """The last operation that reads each value, itself or through what is fused with it."""
     until: dict[Value, int] = dict.fromkeys(returned, len(ops))
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         position = index
-        if kinds[index] not in BUFFERS:
+        if not written[index]:
             position = max((until.get(v, index) for v in op.outputs), default=index)
         for value in op.values:
             if until.get(value, -1) < position:

@@ -30,6 +30,9 @@ class Solution:
         hosted: argument leaves that live in host memory, by their positions.
         host_bytes: predicted temporary bytes in host memory.
         settle: whether more element-wise results are written out early, for XLA to follow closer.
+        why: why that solver, and how it ended, in words.
+        bound_seconds: within the bytes that the search was given no program is faster on paper
+            that makes values again at one turn; ``None`` where that is not known.
     """
 
     keep: KeptSets
@@ -41,6 +44,8 @@ class Solution:
     hosted: frozenset[int] = frozenset()
     host_bytes: int = 0
     settle: bool = False
+    why: str = ""
+    bound_seconds: float | None = None
 
     @property
     def key(self) -> frozenset:
@@ -63,6 +68,7 @@ class Filler:
         groups: values that are equal in repeated layers, by the name of their group.
         evaluate: what a kept set needs.
         most: how many kept sets may be evaluated before exchanges stop.
+        over: says that there is no time left; the best so far is then the answer.
     """
 
     def __init__(
@@ -70,8 +76,9 @@ class Filler:
         groups: Mapping[str, Members],
         evaluate: Callable[[KeptSets], Solution],
         most: int,
+        over: Callable[[], bool] = lambda: False,
     ):
-        self.groups, self.most = groups, most
+        self.groups, self.most, self.over = groups, most, over
         self._evaluate = evaluate
         self._known: dict[frozenset, Solution] = {}
 
@@ -93,7 +100,7 @@ class Filler:
     def improve(self, best: Solution, limit_bytes: int) -> Solution:
         """Drop one group at a time and fill again, as long as that saves time."""
         for members in sorted(self.groups.values(), key=lambda m: -sum(c.nbytes for _, c in m)):
-            if len(self._known) >= self.most:
+            if len(self._known) >= self.most or self.over():
                 break
             held = [(t, c) for t, c in members if c.name in best.keep[t]]
             dropped = self.evaluate(_without(best.keep, held)) if held else best
@@ -111,7 +118,7 @@ class Filler:
             before = best
             for members in order or self._by_value(best):
                 left = [(t, c) for t, c in members if c.name not in best.keep[t]]
-                if left:
+                if left and not self.over():
                     best = self._keep_more(best, left, limit_bytes)
             if best is before:
                 break
@@ -121,6 +128,8 @@ class Filler:
         """Groups by what keeping one whole group saves in simulation, per byte it adds."""
         worth = []
         for left in self._by_value(solution)[:_MOST_TRIED]:
+            if self.over():
+                break
             tried = self.evaluate(_with(solution.keep, left))
             added = max(1, tried.temp_bytes - solution.temp_bytes)
             worth.append(((tried.seconds - solution.seconds) / added, left[0][1].name, left))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +38,16 @@ class FusedLine:
 
     def numbers(self, names: frozenset[str]) -> frozenset[int]:
         """The values of a kept set."""
-        return frozenset([v for v, name in self.names.items() if name in names])
+        found = (self._called[name] for name in names if name in self._called)
+        return frozenset(itertools.chain.from_iterable(found))
+
+    @functools.cached_property
+    def _called(self) -> dict[str, list[int]]:
+        """The values of each name."""
+        called: dict[str, list[int]] = {}
+        for value, name in self.names.items():
+            called.setdefault(name, []).append(value)
+        return called
 
     def run(self, keep: Keep, offload: Keep | None = None) -> Run:
         """What a kept set needs on paper."""
@@ -51,11 +62,15 @@ class FusedLine:
         return self.problem.run(tuple(choice))
 
     def keep_of(self, choice: Choice, main: Turn) -> dict[Turn, frozenset[str]]:
-        """The kept sets that a choice stands for."""
+        """The kept sets that a choice stands for.
+
+        A turn stands before everything that is fused into its kernel: in the middle of it, what the
+        kernel needs would be made again once before the turn and once behind it.
+        """
         path, _ = main
         keep: dict[Turn, frozenset[str]] = {main: self.kept(choice[0].keep)}
         for turn in choice[1:]:
-            keep[path, self.places[turn.at]] = StillKept(self.kept(turn.keep))
+            keep[path, self.places[turn.at - 1] + 1] = StillKept(self.kept(turn.keep))
         return keep
 
     def kept(self, numbers: frozenset[int]) -> frozenset[str]:
@@ -101,12 +116,13 @@ def fused_line(
         reads = dict.fromkeys([r for v in op.values for r in fusion.roots[v]])
         kernels.append(
             Kernel(
-                seconds=simulator.seconds(op, kind, fusion.roots) if made else 0.0,
+                seconds=simulator.seconds(op, kind, fusion) if made else 0.0,
                 reads=tuple([number(r) for r in reads]),
                 makes=tuple([number(v) for v in made]),
                 repeatable=repeatable(op.origin),
                 working_bytes=simulator.working_bytes(op) if kind is Kind.OPAQUE else 0,
                 in_place=kind is Kind.FUSED or op.name in IN_PLACE,
+                spared=tuple([number(v) for v in fusion.spared[index]]),
             )
         )
         behind.append(op)

@@ -281,7 +281,21 @@ class Level:
         """
         self._note(index)
         waiting, self.pending = self.pending, []
-        return [v for v in waiting if self._settled(v, index, made_again)]
+        found = [self._as_read(v, index) for v in waiting if self._settled(v, index, made_again)]
+        return list(dict.fromkeys(found))
+
+    def _as_read(self, value: Value, index: int) -> Value:
+        """``value``, or the transposition of it that is all that is read from ``index`` on.
+
+        A barrier fixes the layout of what it waits for: behind one that waits for a product, its
+        transposition would have to be carried out.
+        """
+        while self.facts.read_until.get(value, -1) < index:
+            read_by = self.ops[self.facts.read_until[value]]
+            if read_by.name != "transpose":
+                return value
+            value = read_by.outputs[0]
+        return value
 
     def _settled(self, value: Value, index: int, made_again: int) -> bool:
         """Whether ``value`` is a buffer, or takes the place of buffers that are done with.

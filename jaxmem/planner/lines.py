@@ -7,18 +7,14 @@ from dataclasses import replace
 
 from jaxmem.planner.fill import KeptSets, Solution
 from jaxmem.planner.fused import FusedLine
-from jaxmem.planner.problem import Choice
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.solvers import milp
-from jaxmem.planner.solvers.answer import Limits
+from jaxmem.planner.solvers.answer import Answer, Clock, Limits
+from jaxmem.planner.solvers.auto import FEWEST_STAGES, MOST_EXACT
 from jaxmem.planner.solvers.blocks import Blocks
 
-# A line with no more values than this is solved exactly, as a whole.
-MOST_EXACT = 24
 # Cuts after which the exact solver gives up and says what is open.
 _MOST_CUTS = 40
-# A chain has at least this many stages.
-FEWEST_STAGES = 3
 
 
 class LineSolver:
@@ -28,29 +24,41 @@ class LineSolver:
         line: the line.
         turn: how its turn is called in kept sets.
         on_paper: what a kept set needs.
+        clock: when its time is over the solvers stop at what they have.
     """
 
-    def __init__(self, line: FusedLine, turn: Turn, on_paper: Callable[[KeptSets], Solution]):
+    def __init__(
+        self,
+        line: FusedLine,
+        turn: Turn,
+        on_paper: Callable[[KeptSets], Solution],
+        clock: Clock,
+    ):
         self.line, self.turn, self._on_paper = line, turn, on_paper
-        self.blocks = Blocks(line.problem)
+        self.clock = clock
+        self.blocks = Blocks(line.problem, clock)
 
     def starts(self, limit_bytes: int) -> Iterator[Solution]:
         """What the solvers that apply find within ``limit_bytes``."""
         if len(self.line.problem.droppable) <= MOST_EXACT:
-            answer = milp.solve(self.line.problem, Limits(limit_bytes), most_cuts=_MOST_CUTS)
+            limits = Limits(limit_bytes, seconds=self.clock.left())
+            answer = milp.solve(self.line.problem, limits, most_cuts=_MOST_CUTS)
             if answer is not None:
-                yield self._solution(answer.choice, answer.solver)
+                count = len(self.line.problem.droppable)
+                why = f"{count} values can be dropped, few enough for MILP: {answer.why}"
+                yield replace(self._solution(answer, why), bound_seconds=answer.bound_seconds)
         if len(self.blocks.stages.cuts) >= FEWEST_STAGES:
-            answer = self.blocks.solve(Limits(limit_bytes))
+            answer = self.blocks.solve(Limits(limit_bytes), self.clock)
             if answer is not None:
-                yield self._solution(answer.choice, answer.solver)
+                yield self._solution(answer, f"a chain of {answer.why}")
 
     def smallest(self, limit_bytes: int) -> KeptSets | None:
         """The kept set with the smallest peak that nesting leads to, if that is below a limit."""
         if len(self.blocks.stages.cuts) < FEWEST_STAGES:
             return None
-        found = self.blocks.smallest(limit_bytes)
+        found = self.blocks.smallest(limit_bytes, self.clock)
         return None if found is None else self.line.keep_of(found[0], self.turn)
 
-    def _solution(self, choice: Choice, solver: str) -> Solution:
-        return replace(self._on_paper(self.line.keep_of(choice, self.turn)), solver=solver)
+    def _solution(self, answer: Answer, why: str) -> Solution:
+        paper = self._on_paper(self.line.keep_of(answer.choice, self.turn))
+        return replace(paper, solver=answer.solver, why=why)

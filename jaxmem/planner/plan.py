@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
     from jaxmem.planner.explain import Explanation
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -123,6 +123,7 @@ class Round:
         compiled_bytes: what the compiler then said for the target.
         fits: whether ``compiled_bytes`` is within the budget.
         problem: why the round was not taken although it fits, or ``""``.
+        measured_seconds: the median of its runs on the device; ``None`` where it was not timed.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Round:
     compiled_bytes: int
     fits: bool
     problem: str = ""
+    measured_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,15 @@ class Plan:
             to the predicted bytes.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
-            or a policy decides.
+            a policy decides, or a time limit ended the search.
         holders: what fills the predicted peak, the largest first.
         policy: JSON of the policy it follows, which ``Policy.from_json`` reads; ``""`` for none.
+        why: why that solver, and how it ended, in words.
+        bound_seconds: a lower bound on predicted seconds: within the bytes that the search was
+            given, no program that makes values again at one turn only is faster on paper. ``None``
+            where nothing of the kind was proved for the step as a whole.
+        measured_seconds: seconds of a step on the device, the median of several runs when it was
+            planned; ``None`` where nothing was timed.
     """
 
     function: str
@@ -211,12 +219,22 @@ class Plan:
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""
+    why: str = ""
+    bound_seconds: float | None = None
+    measured_seconds: float | None = None
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
     def recompute_seconds(self) -> float:
         """Predicted extra seconds per step spent on recomputation."""
         return self.predicted_seconds - self.keep_all_seconds
+
+    @property
+    def gap(self) -> float | None:
+        """How much more time than the bound it takes on paper, as a share of the bound."""
+        if not self.bound_seconds:
+            return None
+        return max(0.0, self.predicted_seconds / self.bound_seconds - 1)
 
     def recomputed(self) -> tuple[Decision, ...]:
         """The decisions that recompute at least one value."""
@@ -244,8 +262,8 @@ class Plan:
     def diff(self, other: Plan) -> PlanDiff:
         """What ``other`` does differently; false where it does the same.
 
-        How the plans were found (compiles, notes, what is recorded for :meth:`explain`) is not
-        compared.
+        How the plans were found (compiles, notes, measured times, what is recorded for
+        :meth:`explain`) is not compared.
         """
         from jaxmem.planner.difference import difference
 

@@ -29,6 +29,7 @@ class Kernel:
         repeatable: whether it may run again.
         working_bytes: bytes that live only while it runs.
         in_place: whether a result may take the place of an operand that dies here.
+        spared: operands whose place it cannot take, because it reads them in another order.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Kernel:
     repeatable: bool = True
     working_bytes: int = 0
     in_place: bool = False
+    spared: tuple[int, ...] = ()
 
 
 class Turn(NamedTuple):
@@ -150,6 +152,10 @@ class Problem:
         return play
 
     @functools.cached_property
+    def _may_drop(self) -> frozenset[int]:
+        return frozenset(self.droppable)
+
+    @functools.cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds and working bytes of every kernel, bytes of every value."""
         seconds = np.array([k.seconds for k in self.kernels], float)
@@ -195,6 +201,14 @@ class _Play:
 
     def _pass(self, turn: Turn) -> None:
         """At a turn what is not kept is gone, and what is offloaded has to be fetched."""
+        if turn.at > self.problem.turn and not self.sent and not turn.offload:
+            # What was dropped at the first turn and not made again since is gone already.
+            leaving = (self.now.keys() & self.problem._may_drop) - turn.keep
+            for value in leaving:
+                del self.now[value]
+            self.gone |= leaving
+            self.dropped |= leaving
+            return
         for value in self.problem.droppable:
             if value in turn.offload:
                 self.sent[value] = self.now[value]
@@ -226,7 +240,7 @@ class _Play:
                 instance = now[value] = self.fetched[value] = self._new(value, step)
             end[instance] = step
         if kernel.in_place:
-            operands = [now[v] for v in kernel.reads if v in now]
+            operands = [now[v] for v in kernel.reads if v in now and v not in kernel.spared]
             self.in_place.append((step, operands, len(self.value)))
         for value in kernel.makes:
             instance = self._new(value, step)

@@ -94,7 +94,8 @@ class Scheduler:
     simulator: Simulator | None = None
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
-    _memo: dict[tuple[str, frozenset], object] = field(default_factory=dict)
+    _memo: dict[tuple[str, frozenset], Block] = field(default_factory=dict)
+    _pairs: dict[tuple[str, frozenset], tuple[Op, Op]] = field(default_factory=dict)
 
     def schedule(
         self,
@@ -164,7 +165,7 @@ class Scheduler:
             if nest is self.nest:
                 return block
             self._memo[memo_key] = block
-        return self._memo[memo_key]  # type: ignore[return-value]
+        return self._memo[memo_key]
 
     def _level(
         self,
@@ -217,9 +218,9 @@ class Scheduler:
             touched = wanted.at(inner.block.path, self.nest.block.path)
             if touched:
                 memo_key = (inner.block.path, touched)
-                if memo_key not in self._memo:
-                    self._memo[memo_key] = self._pair(nest, pair, inner, wanted)
-                ops[pair.forward], ops[pair.backward] = self._memo[memo_key]  # type: ignore
+                if memo_key not in self._pairs:
+                    self._pairs[memo_key] = self._pair(nest, pair, inner, wanted)
+                ops[pair.forward], ops[pair.backward] = self._pairs[memo_key]
         for index, inner in nest.loops:
             body = self._block(inner, wanted)
             op = ops[index]

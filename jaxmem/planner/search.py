@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from jaxmem.planner.candidates import TurnChoices, choices, stock_keeps
+from jaxmem.planner.bodies import BodySolver
+from jaxmem.planner.candidates import TurnChoices, choices
+from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.offloading import Offloader
 from jaxmem.planner.ruled import Ruled, ruled_by
-from jaxmem.planner.schedule import Keep, Scheduler, Turn, is_nested
-from jaxmem.planner.segments import Segments, segment_choices, splittable
+from jaxmem.planner.schedule import Keep, Scheduler, is_nested
+from jaxmem.planner.segments import Segments
+from jaxmem.planner.simple import WHY, simple_keeps
 from jaxmem.planner.simulate import Simulator
-from jaxmem.planner.solvers import milp
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
@@ -38,7 +41,6 @@ State = tuple[frozenset[str], frozenset[int], bool]
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
 
-_MOST_STRIDE = 16
 # How long a search goes on, in simulated operations rather than seconds: the same program must
 # give the same plan on a slow machine. A million take about 7 seconds; with 700,000 instead, the
 # plans of two GPTs of 5,000 operations became 0.03% faster at most (70, 50, 35 and 25%).
@@ -57,8 +59,9 @@ _WELL_USED = 0.98
 _TIGHT = 1.5
 _MOST_NESTED = 2
 _ROOM_FOR_COPIES = 0.9
-# Ways to keep the body of a loop that are looked at, from everything to nothing.
-_WAYS_TO_KEEP_A_BODY = 10
+# Relative: up to this the seconds of a line and of the program written out are the same.
+_SAME = 1e-6
+_WHY_POLICY = "the policy decides about every value"
 
 
 @contextlib.contextmanager
@@ -82,12 +85,20 @@ class Search:
         hosted: argument leaves that live in host memory, by their positions.
         settle: whether schedules write out more element-wise results early.
         ruled: what a policy decides; it holds in every solution that is found.
+        deadline: when its time is over, only the simple answers are found.
     """
 
     def __init__(
-        self, program: Program, rates: Rates, *, host: bool = False, policy: Policy | None = None
+        self,
+        program: Program,
+        rates: Rates,
+        *,
+        host: bool = False,
+        policy: Policy | None = None,
+        deadline: Deadline | None = None,
     ):
         self.program = program
+        self.deadline = deadline or Deadline(math.inf)
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
         self.scheduler = Scheduler(self.nest, host, self.simulator)
@@ -101,6 +112,15 @@ class Search:
         for turn, candidate in self.ruled.extra:
             self.groups.setdefault(candidate.group, []).append((turn, candidate))
         self.line = self._line() if self.ruled.on_paper else None
+        self.bodies = BodySolver(
+            self.nest,
+            self.choices,
+            self.simulator,
+            self.scheduler,
+            self.ruled,
+            self.deadline,
+            self.evaluate,
+        )
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
         self.settle = self.cautious = False
@@ -109,7 +129,6 @@ class Search:
         self._smallest: dict[State, list[Solution]] = {}
         self._lines: dict[State, LineSolver] = {}
         self._segmented: dict[State, list[Solution]] = {}
-        self._bodies: dict[Turn, list[frozenset[str]]] = {}
 
     def _line(self) -> FusedLine | None:
         if len(self.choices) != 1 or self.choices[0].turn[0]:
@@ -183,6 +202,21 @@ class Search:
             )
         return replace(self._simulated[asked.key], keep=keep, solver=solver)
 
+    def judged(self, proposal: Solution) -> Solution:
+        """A proposal written out and simulated; who made it and why stays with it.
+
+        Its bound is a claim about the line of kernels: it stays only where the written-out
+        program takes the seconds that the line said, and no fewer than the bound.
+        """
+        found = self.evaluate(proposal.keep, proposal.offload, solver=proposal.solver)
+        bound = proposal.bound_seconds
+        off = abs(found.seconds - proposal.seconds)
+        if bound is not None and (
+            off > _SAME * proposal.seconds or found.seconds < bound * (1 - _SAME)
+        ):
+            bound = None
+        return replace(found, why=proposal.why, bound_seconds=bound)
+
     def evaluated(self) -> list[Solution]:
         """Every schedule that was written out and simulated so far."""
         return list(self._simulated.values())
@@ -216,36 +250,44 @@ class Search:
     def bases(self) -> list[Solution]:
         """The simple answers, the smallest first; on paper where that is quicker."""
         if self._state not in self._bases:
-            found = [replace(self._on_paper(k), solver=name) for name, k in self._base_keeps()]
+            with self.deadline.running():
+                found = [
+                    replace(self._on_paper(keep), solver=name, why=why)
+                    for name, keep, why in self._base_keeps()
+                ]
             found.sort(key=lambda s: (s.temp_bytes, s.seconds))
             self._bases[self._state] = found
         return self._bases[self._state]
 
     def smallest(self) -> Solution:
         """The smallest of the simple answers, written out."""
-        first = self.bases()[0]
-        return self.evaluate(first.keep, solver=first.solver)
+        return self.judged(self.bases()[0])
 
     def smallest_first(self) -> list[Solution]:
         """The schedules with the smallest peaks; the same ones whatever was solved before."""
         if not self.choices:
             return []
-        if self._state not in self._smallest:
+        if self._state in self._smallest:
+            return self._smallest[self._state]
+        with self.deadline.running():
             nested = [*self._nested_smallest(), *self._in_segments()]
             found = [self.smallest(), *sorted(nested, key=lambda s: s.temp_bytes)[:_MOST_NESTED]]
             least = found[0].temp_bytes
             found += [s for s in (self.solve(int(least * near)) for near in _NEAR_SMALLEST) if s]
             once = {s.key: s for s in found}
             ordered = sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))
-            self._smallest[self._state] = ordered
-        return self._smallest[self._state]
+        self._smallest[self._state] = ordered
+        return ordered
 
     def _nested_smallest(self) -> list[Solution]:
         """What nested recomputation makes of a line when it may use as much time as it likes."""
-        if self.line is None:
+        if self.line is None or self.deadline.over():
             return []
         keep = self._line_solver().smallest(self.smallest().temp_bytes)
-        return [] if keep is None else [self.evaluate(keep, solver="chain DP")]
+        if keep is None:
+            return []
+        found = self.evaluate(keep, solver="chain DP")
+        return [replace(found, why="the least memory that recomputing a chain in levels takes")]
 
     def solve(self, limit_bytes: int, host_bytes: int = 0) -> Solution | None:
         """The fastest schedule within ``limit_bytes`` of temporaries; ``None`` if none fits.
@@ -256,10 +298,12 @@ class Search:
         """
         if limit_bytes <= 0:
             return None
-        with _uncollected():
+        with _uncollected(), self.deadline.running():
             best = self._solve(limit_bytes)
             if host_bytes and self.can_offload:
                 best = self._with_host(best, limit_bytes, host_bytes)
+                # The bound is that of plans that offload nothing.
+                best = best and replace(best, bound_seconds=None)
             return best
 
     def _with_host(
@@ -271,7 +315,7 @@ class Search:
             proposal = self._propose_with_host(best, aim, host_bytes)
             if proposal is None or not proposal.offload:
                 return best
-            judged = self.evaluate(proposal.keep, proposal.offload, solver=proposal.solver)
+            judged = self.judged(proposal)
             if judged.temp_bytes <= limit_bytes and judged.host_bytes <= host_bytes:
                 return judged if best is None or judged.cost < best.cost else best
             aim = int(aim * _CLOSER * min(1.0, limit_bytes / max(judged.temp_bytes, 1)))
@@ -291,7 +335,8 @@ class Search:
                 found.append(offloader.instead_of_recomputing(paper, limit_bytes))
         kept = [f for f in found if f is not None and f.temp_bytes <= limit_bytes]
         fastest = min(kept, key=_cost, default=None)
-        return fastest and replace(fastest, solver="greedy offload")
+        why = "values moved to host memory one by one, as long as that saves time"
+        return fastest and replace(fastest, solver="greedy offload", why=why)
 
     def _solve(self, limit_bytes: int) -> Solution | None:
         """Propose, write out, and move the limit by what is then too much or too little."""
@@ -304,7 +349,7 @@ class Search:
             proposal = self._propose(aim, thorough=attempt == 0)
             if proposal is None:
                 break
-            judged = self.evaluate(proposal.keep, solver=proposal.solver)
+            judged = self.judged(proposal)
             if judged.temp_bytes <= limit_bytes:
                 best = judged if best is None or judged.cost < best.cost else best
                 if judged.temp_bytes >= _WELL_USED * limit_bytes or aim > limit_bytes:
@@ -320,11 +365,21 @@ class Search:
                 aim = min(aim, proposal.temp_bytes - 1)
         # Paper may say too much: what is a little over there may fit when it is written out.
         nearly = self._simple_within(int(limit_bytes * _NEARLY), most=_MOST_SIMPLE)
-        others = [self.evaluate(s.keep, solver=s.solver) for s in nearly]
+        others = [self.judged(s) for s in nearly if best is None or s.seconds < best.seconds]
         if self.choices and limit_bytes < _TIGHT * self.smallest().temp_bytes:
             others += [*self._in_segments(), *self._nested_smallest()]
         found = [s for s in (best, *others) if s is not None and s.temp_bytes <= limit_bytes]
         return min(found, key=lambda s: s.cost, default=None)
+
+    def simple(self, limit_bytes: int) -> list[Solution]:
+        """Of each kind of simple answer the quickest that fits, written out; quickest first."""
+        kinds: dict[str, Solution] = {}
+        for base in self.bases():
+            known = kinds.get(base.solver)
+            if base.temp_bytes <= limit_bytes and (known is None or base.cost < known.cost):
+                kinds[base.solver] = base
+        written = {s.key: s for s in map(self.judged, kinds.values())}
+        return sorted((s for s in written.values() if s.temp_bytes <= limit_bytes), key=_cost)
 
     def _simple_within(self, limit_bytes: int, most: int = 2) -> list[Solution]:
         """The fastest simple answers that fit on paper, and the smallest."""
@@ -337,109 +392,53 @@ class Search:
         starts = self._simple_within(limit_bytes)
         if self.line is not None and self.cautious:
             starts = starts[:2]
+        elif self.deadline.over():
+            pass
         elif self.line is not None:
             starts = [*self._line_solver().starts(limit_bytes), *starts]
         else:
-            starts = sorted([*starts, *self._body_starts(limit_bytes, starts)], key=_cost)[:3]
+            starts = sorted([*starts, *self.bodies.starts(limit_bytes, starts)], key=_cost)[:3]
         if not starts:
             return None
         operations = self.line.problem.kernels if self.line else self.nest.block.ops
         most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, len(operations)))
-        filler = Filler(self.ruled.free(self.groups), self._on_paper, most)
+        filler = Filler(self.ruled.free(self.groups), self._on_paper, most, self.deadline.over)
         filled = filler.best(starts, limit_bytes, thorough=thorough)
-        origin = {s.key: s.solver for s in starts}
+        origin = {s.key: s for s in starts}
+        bound = max((s.bound_seconds for s in starts if s.bound_seconds is not None), default=None)
         if filled.key in origin:
-            return replace(filled, solver=origin[filled.key])
-        return replace(filled, solver=f"{starts[0].solver} + greedy fill")
+            start, others = origin[filled.key], [s.solver for s in starts if s.why != WHY]
+            why = start.why
+            if why == WHY and others:
+                why += f"; {' and '.join(others)} found nothing quicker"
+            return replace(filled, solver=start.solver, why=why, bound_seconds=bound)
+        return replace(
+            filled,
+            solver=f"{starts[0].solver} + greedy fill",
+            why=f"{starts[0].why}; what room is left is filled up, dearest bytes first",
+            bound_seconds=bound,
+        )
 
     def _line_solver(self) -> LineSolver:
         assert self.line is not None
         if self._state not in self._lines:
             turn = self.choices[0].turn
-            self._lines[self._state] = LineSolver(self.line, turn, self._on_paper)
+            self._lines[self._state] = LineSolver(self.line, turn, self._on_paper, self.deadline)
         return self._lines[self._state]
 
-    def _body_starts(self, limit_bytes: int, simple: Sequence[Solution]) -> Iterator[Solution]:
-        """For every loop body what is least to make again for what it keeps, the rest as it is."""
-        for base in simple[:1]:
-            best = base
-            for choice in self.choices:
-                for kept in self._ways_to_keep(choice.turn):
-                    keep = {**best.keep, choice.turn: kept}
-                    tried = self.evaluate(keep, solver="MILP per loop body")
-                    if tried.temp_bytes <= limit_bytes and tried.cost < best.cost:
-                        best = tried
-            yield best
-
-    def _ways_to_keep(self, turn: Turn) -> list[frozenset[str]]:
-        """Kept sets of one loop body, by MILP."""
-        if turn not in self._bodies:
-            inner = next(n for n in self.nest.walk() if n.block.path == turn[0])
-            ways: list[frozenset[str]] = []
-            if inner.cut is not None and turn[1] == inner.cut:
-                block = inner.block
-                line = fused_line(
-                    block, block.ops, turn[1], self.simulator, self.scheduler.repeatable
-                )
-                found = milp.kept_within(line.problem, frozenset(), _WAYS_TO_KEEP_A_BODY)
-                ways = list(dict.fromkeys(line.kept(numbers) for numbers in found))
-            self._bodies[turn] = ways
-        return self._bodies[turn]
-
     def _in_segments(self) -> list[Solution]:
-        """Nested recomputation of scans: each in segments, its body kept in every way known."""
+        """Nested recomputation of scans."""
         if self._state not in self._segmented:
-            paths = splittable(self.nest)
-            base = {c.turn: _valley_keep(c, 1, loops=True, tail=False) for c in self.choices}
-            found = []
-            for choice in self.choices:
-                path = choice.turn[0]
-                if path in paths:
-                    for counts in self._segment_choices(path, paths[path]):
-                        for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
-                            keep = {**base, choice.turn: kept}
-                            found.append(
-                                self.evaluate(
-                                    keep, segments={path: counts}, solver="loops in segments"
-                                )
-                            )
-            self._segmented[self._state] = found
+            self._segmented[self._state] = self.bodies.in_segments()
         return self._segmented[self._state]
 
-    def _segment_choices(self, path: str, length: int) -> tuple[tuple[int, ...], ...]:
-        return segment_choices(length) if self.ruled.may_segment(path) else ()
-
-    def _base_keeps(self) -> Iterator[tuple[str, KeptSets]]:
-        if not self.choices:
+    def _base_keeps(self) -> Iterator[tuple[str, KeptSets, str]]:
+        if self.ruled.total and self.choices:
+            yield "policy", {c.turn: frozenset() for c in self.choices}, _WHY_POLICY
             return
-        if self.ruled.total:
-            yield "policy", {c.turn: frozenset() for c in self.choices}
-            return
-        longest = max(len(c.valleys) for c in self.choices)
-        strides = [1, 2, 3, 4, 6, 8, 12, _MOST_STRIDE]
-        for stride in [s for s in strides if s == 1 or s <= longest] + [longest + 1]:
-            for loops in (True, False):
-                for tail in (True, False):
-                    keep = {c.turn: _valley_keep(c, stride, loops, tail) for c in self.choices}
-                    yield _BLOCKS, keep
-        yield from stock_keeps(self.choices)
-
-
-_BLOCKS = "recompute per block"
+        for name, keep in simple_keeps(self.choices):
+            yield name, keep, WHY
 
 
 def _cost(solution: Solution) -> tuple[float, int]:
     return solution.cost
-
-
-def _valley_keep(choice: TurnChoices, stride: int, loops: bool, tail: bool) -> frozenset[str]:
-    """What is live in every ``stride``-th valley.
-
-    With ``loops`` whole loops are kept too. With ``tail`` so is what is made after the last of
-    these valleys: the backward pass starts there and would make it again at once.
-    """
-    chosen = range(stride - 1, len(choice.valleys), stride)
-    names: set[str] = set().union(*(choice.valleys[v] for v in chosen))
-    if tail and chosen:
-        names |= choice.tails[chosen[-1]]
-    return frozenset(names | choice.loops if loops else names - choice.loops)

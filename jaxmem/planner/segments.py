@@ -83,10 +83,10 @@ def can_split(block: Block, pair: Pair) -> bool:
 def splittable(nest: Nest) -> dict[str, int]:
     """The pairs of a program that can run in segments: length by path, outermost first."""
     return {
-        pair.joint.path: inner.block.ops[pair.forward].loop.length  # pyright: ignore
+        pair.joint.path: loop.length
         for inner in nest.walk()
         for pair, _ in inner.pairs
-        if can_split(inner.block, pair)
+        if (loop := inner.block.ops[pair.forward].loop) is not None and can_split(inner.block, pair)
     }
 
 

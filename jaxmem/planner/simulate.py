@@ -136,10 +136,10 @@ class Simulator:
                 live += sum([v.nbytes for v in born])
                 now = live
                 if dead and born:
-                    over = _written_over(op, kind, born, dead)
+                    over = _written_over(op, kind, born, dead, fusion.spared[index])
                     now -= sum([v.nbytes for v in over])
                     replaced.update(dict.fromkeys(over, index))
-                seconds += self.seconds(op, kind, roots)
+                seconds += self.seconds(op, kind, fusion)
             if kind is Kind.OPAQUE:
                 now += self.working_bytes(op)
             timeline.append(now)
@@ -162,7 +162,7 @@ class Simulator:
         """Predicted time of each operation of a line; transfers take none of the line's own."""
         fusion = fuse(inputs, ops, outputs)
         return [
-            self.seconds(op, kind, fusion.roots) if made else 0.0
+            self.seconds(op, kind, fusion) if made else 0.0
             for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True)
         ]
 
@@ -190,7 +190,7 @@ class Simulator:
                 ready[op.outputs[0]] = free[op.transfer]
                 continue
             now = max([now, *(ready[v] for v in _waited(op, made, fusion) if v in ready)])
-            now += self.seconds(op, kind, fusion.roots) if made else 0.0
+            now += self.seconds(op, kind, fusion) if made else 0.0
         return max(now, *free.values())
 
     def _link_seconds(self, op: Op) -> float:
@@ -244,7 +244,7 @@ class Simulator:
         simulated = [(block, self.body(block, len(block.outputs))) for block in blocks]
         return max(simulated, key=lambda pair: pair[1].temp_bytes, default=None)
 
-    def seconds(self, op: Op, kind: Kind, roots: dict) -> float:
+    def seconds(self, op: Op, kind: Kind, fusion: Fusion) -> float:
         """Predicted time of one operation that makes a buffer; a transfer computes nothing."""
         if op.transfer:
             return 0.0
@@ -255,9 +255,7 @@ class Simulator:
             if known is None:
                 known = self._seconds[op.origin] = op_seconds(op.origin, self.rates)
             return known
-        read = {root for v in op.values for root in roots[v]}
-        moved = sum(v.nbytes for v in read) + sum(v.nbytes for v in op.outputs)
-        return moved / self.rates.bytes_per_second
+        return fusion.moved_bytes(op) / self.rates.bytes_per_second
 
 
 def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:
@@ -284,11 +282,13 @@ def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Va
     return ends
 
 
-def _written_over(op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value]) -> list[Value]:
+def _written_over(
+    op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value], spared: Sequence[Value]
+) -> list[Value]:
     """The operands that die here and that results of the same size are written over."""
     if kind is not Kind.FUSED and op.name not in IN_PLACE:
         return []
-    free = [v for v in dying if v not in born]
+    free = [v for v in dying if v not in born and v not in spared]
     over = []
     for result in born:
         operand = next((v for v in free if v.nbytes == result.nbytes), None)

@@ -57,9 +57,9 @@ class Stages:
         early = list(itertools.pairwise(bounds))
         late = self._late(early, crossing)
         given = [frozenset[int](), *crossing[:-1]]
+        behind = self._behind(late)
         self.cuts = [
-            self._cut(span, back, handed, before)
-            for span, back, handed, before in zip(early, late, crossing, given, strict=True)
+            self._cut(*parts) for parts in zip(early, late, crossing, given, behind, strict=True)
         ]
 
     def _late(
@@ -88,12 +88,36 @@ class Stages:
         spans[current] = [start, len(problem.kernels)]
         return [(spans[n][0], spans[n][1]) for n in range(len(early))]
 
+    def _behind(self, late: Sequence[tuple[int, int]]) -> list[int]:
+        """For each stage the bytes that late values hold all the while its late kernels run.
+
+        Those of the first stage end with the last that reads an early value: the updates follow.
+        """
+        problem, droppable = self.problem, set(self.problem.droppable)
+        last = {v: n for n, kernel in enumerate(problem.kernels) for v in kernel.reads}
+        through: list[tuple[int, int, int]] = []
+        for index in range(problem.turn, len(problem.kernels)):
+            for value in problem.kernels[index].makes:
+                if value not in problem.results and value in last:
+                    through.append((index, last[value], problem.nbytes[value]))
+        behind = []
+        for start, end in late:
+            own = [
+                n for n in range(start, end) if not droppable.isdisjoint(problem.kernels[n].reads)
+            ]
+            done = own[-1] + 1 if own else end
+            behind.append(
+                sum(size for made, read, size in through if made < start and read >= done)
+            )
+        return behind
+
     def _cut(
         self,
         early: tuple[int, int],
         late: tuple[int, int],
         handed: frozenset[int],
         given: frozenset[int],
+        behind_bytes: int,
     ) -> Cut:
         sub, numbers = self._alone(early, late)
         inside = frozenset(n for n, v in enumerate(numbers) if v in handed)
@@ -103,7 +127,7 @@ class Stages:
             self._known[key] = _options(sub, inside, before, self.clock)
         kept, stage = self._known[key]
         handed_bytes = sum(self.problem.nbytes[v] for v in handed)
-        stage = replace(stage, handed_bytes=handed_bytes)
+        stage = replace(stage, handed_bytes=handed_bytes, behind_bytes=behind_bytes)
         options = tuple(frozenset(numbers[n] for n in keep) for keep in kept)
         return Cut(early, late, handed, options, stage)
 
@@ -115,16 +139,8 @@ class Stages:
             kernel = self.problem.kernels[index]
             reads = tuple([numbers.setdefault(v, len(numbers)) for v in kernel.reads])
             makes = tuple([numbers.setdefault(v, len(numbers)) for v in kernel.makes])
-            kernels.append(
-                Kernel(
-                    kernel.seconds,
-                    reads,
-                    makes,
-                    kernel.repeatable,
-                    kernel.working_bytes,
-                    kernel.in_place,
-                )
-            )
+            spared = tuple([numbers[v] for v in kernel.spared])
+            kernels.append(replace(kernel, reads=reads, makes=makes, spared=spared))
         values = list(numbers)
         results = frozenset(numbers[v] for v in self.problem.results if v in numbers)
         nbytes = tuple([self.problem.nbytes[v] for v in values])

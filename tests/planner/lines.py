@@ -20,7 +20,9 @@ from jaxmem.program.loops import Nest
 
 RATES = Rates({"float32": 1e12}, 1e11)
 # A kernel of its own that nothing fuses into; its variables do not matter, only its primitive.
-OPAQUE = jax.make_jaxpr(jax.lax.sort)(jnp.zeros(4)).eqns[0]
+# A call into nowhere, which costs the bytes of its operands and results.
+_NOWHERE = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((4,), jnp.float32))
+OPAQUE = jax.make_jaxpr(_NOWHERE)(jnp.zeros(4)).eqns[0]
 
 
 @dataclass(frozen=True)

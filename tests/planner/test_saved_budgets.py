@@ -170,13 +170,7 @@ CASES = {
 
 # The paper says 15 MiB where the written-out program needs 14, and what does not fit on paper is
 # never written out.
-UNSOLVED = pytest.mark.xfail(reason="the search trusts the paper about what does not fit")
-UNSOLVED_CASES = ("uneven (11, 3, 4, 2)",)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[UNSOLVED] if c in UNSOLVED_CASES else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_no_more_products_run_again_in_the_same_memory(case: str):
     make, count = CASES[case]
     found = make()

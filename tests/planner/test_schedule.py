@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 
 from jaxmem.planner.schedule import Keep, Scheduler
 from jaxmem.planner.search import Search
+from jaxmem.program.calling import Caller
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.rewrite.emit import as_function
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets import Target, compile_for
 from jaxmem.targets.compiling import memory_schedules
 from tests.planner.lines import Line, lines, random_keep, search
 from tests.problems import PROBLEMS, assert_same, pure
+from tests.problems.large import make
+from tests.problems.transformers import Form, Shape
 
 # Loops of every form, keys, branches, two gradients in one step, effects.
 NAMES = ("transformer_scan", "lstm_nested", "dropout", "branches", "adversarial", "effects")
@@ -274,3 +278,15 @@ def shape_of(block: Block) -> list:
         (op.name, op.recompute, [v.aval.str_short() for v in op.values], op.loop is not None)
         for op in everything(block)
     ]
+
+
+def test_weights_are_updated_in_place():
+    """Behind a barrier for the gradient as it was made, the update would have to transpose it.
+
+    XLA:GPU cannot do that in place: it copied the weights and both moments.
+    """
+    step, args = make(Form(scan=False, tied=True), Shape(3, 1024, 16, 5000, 4, 256))
+    caller = Caller(step, (0, 1))
+    compiler = Compiler(caller.trace(caller.take(args, {})).program, Target("h200"))
+    text = compiler.compile(compiler.search.smallest()).hlo_text()
+    assert " copy(" not in text[text.index("ENTRY") :]

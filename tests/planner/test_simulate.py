@@ -32,7 +32,7 @@ def buffers_of(block: Block) -> dict[Value, Buffer]:
     buffers = {value: Buffer(0) for value in block.inputs}
     for op in block.ops:
         for position, result in enumerate(op.outputs):
-            old = buffers[op.inputs[position]] if op.barrier else None  # pyright: ignore
+            old = buffers[op.inputs[position]] if op.barrier else None
             buffers[result] = old or Buffer(result.nbytes)
     return buffers
 
@@ -120,7 +120,14 @@ RULES = {
     "a product has one": (1, lambda x, w: (x @ w) @ w),
     "element-wise work is written over it": (1, lambda x, w: jnp.tanh(x @ w) @ w),
     "two readers share a buffer": (1, lambda x, w: _twice(jnp.tanh(x), w)),
-    "a gather is fused": (1, lambda x, w: (x @ w)[jnp.arange(SIDE)[::-1]] @ w),
+    "a gather does not write over what it reads": (
+        2,
+        lambda x, w: (x @ w)[_backwards()] @ w[:, :1],
+    ),
+    "nor does a reversal": (2, lambda x, w: lax.rev(x @ w, (0,)) @ w[:, :1]),
+    "nor a sum with what was padded": (2, lambda x, w: _shifted(x @ w) @ w[:, :1]),
+    "a transposition may": (1, lambda x, w: jnp.tanh((x @ w).T) @ w[:, :1]),
+    "a scatter into zeros adds to its sum": (1, lambda x, w: _scattered(x @ w, w) @ w),
     "rows that are reduced are absorbed": (1, lambda x, w: jax.nn.softmax(x @ w) @ w),
     "centred rows too": (1, lambda x, w: _centred(x @ w) @ w),
     "a broadcast that a product reads is real": (1, lambda x, w: _rows(x) @ w),
@@ -130,6 +137,18 @@ RULES = {
     "joined matrices are real": (4, lambda x, w: _joined(x @ w, x) @ _joined(w, w).T),
     "a loop has its carry and its iteration": (2, lambda x, w: scanned(_layer, x, w)),
 }
+
+
+def _backwards():
+    return jnp.arange(SIDE)[::-1]
+
+
+def _shifted(h):
+    return jnp.pad(h[:-1], ((1, 0), (0, 0))) * 2
+
+
+def _scattered(h, w):
+    return h * 2 + jnp.zeros_like(h).at[jnp.arange(len(h)), jnp.arange(len(h))].add(w[0])
 
 
 def _twice(h, w):
@@ -169,7 +188,14 @@ def test_fusion_rule(rule: str):
 
 @pytest.mark.parametrize(
     "rule",
-    ["element-wise work is written over it", "centred rows too", "joined matrices are real"],
+    [
+        "element-wise work is written over it",
+        "centred rows too",
+        "joined matrices are real",
+        "nor a sum with what was padded",
+        "a transposition may",
+        "a scatter into zeros adds to its sum",
+    ],
 )
 def test_fusion_rule_on_an_absent_gpu(rule: str):
     """Large matrices, beside which the workspace of a product (4 MiB) is nothing."""

@@ -63,12 +63,17 @@ class Blocks:
         ]
         return [self.problem.keep_all, *(self.problem.keeping(keep) for keep in keeps)]
 
-    def smallest(self, most_bytes: int) -> tuple[Choice, Run] | None:
-        """The choice with the smallest peak, of those that should need less than ``most_bytes``."""
-        table = self._table(most_bytes, Clock(math.inf))
-        assert table is not None
+    def smallest(self, most_bytes: int, clock: Clock | None = None) -> tuple[Choice, Run] | None:
+        """The choice with the smallest peak, of those that should need less than ``most_bytes``.
+
+        ``None`` if there is none, or the time of ``clock`` is over before it is found.
+        """
+        clock = clock or Clock(math.inf)
+        table = self._table(most_bytes, clock)
+        if table is None:
+            return None
         for slots in range(table.slots + 1):
-            found = self._at(table, slots)
+            found = [] if clock.over() else self._at(table, slots)
             if found:
                 return min(found, key=lambda f: (f[1].peak_bytes, f[1].seconds))
         return None

@@ -43,6 +43,8 @@ class Stage:
         options: ways to keep it; the first one keeps nothing.
         passing_bytes: the most bytes one run forward needs with what it was handed, where that is
             not held; as many as ``running_bytes`` if a stage writes over what it was handed.
+        behind_bytes: what the backward passes of later stages have left in memory when its own
+            runs: the gradients of their weights, until these are updated.
     """
 
     seconds: float
@@ -50,6 +52,7 @@ class Stage:
     running_bytes: int
     options: tuple[Option, ...]
     passing_bytes: int = 0
+    behind_bytes: int = 0
 
 
 class Visit(NamedTuple):
@@ -116,6 +119,7 @@ class ChainTable:
             max(running, self._slots_of(s.passing_bytes))
             for running, s in zip(self.running, stages, strict=True)
         ]
+        self.behind = [self._slots_of(s.behind_bytes) for s in stages]
         self.again = np.full((count, count, slots + 1), np.inf)
         self.first = np.full((count, slots + 1), np.inf)
         # The same with what is handed to the segment taken from the memory.
@@ -151,16 +155,18 @@ class ChainTable:
 
     def _kept(self, s: int, t: int, first: bool) -> Iterator[tuple[int, np.ndarray]]:
         """For each option of stage s the cost of keeping it so and going on to s+1."""
-        stage = self.stages[s]
+        stage, behind = self.stages[s], self.behind[s]
+        running = self.running[s] + (0 if first else self.behind[t])
         for number, option in enumerate(stage.options):
             kept, need = self._slots_of(option.kept_bytes), self._slots_of(option.working_bytes)
+            need += behind
             if s < t:
                 after = self._first_held[s + 1] if first else self._again_held[s + 1, t]
                 cost = self._taking(after, kept) + stage.seconds + option.again_seconds
-                least = max(kept + need, self.running[s])
+                least = max(kept + need, running)
             elif first:
                 cost = np.full(self.slots + 1, float(stage.seconds + option.again_seconds))
-                least = max(kept + need, self.running[s])
+                least = max(kept + need, running)
             elif number == 0:
                 cost, least = np.full(self.slots + 1, float(option.again_seconds)), need
             else:
@@ -174,6 +180,7 @@ class ChainTable:
         cost = after + self.again[s, s + 1 : t]
         cost = cost + (self.forward[s + 2 : t + 1] - self.forward[s])[:, None]
         running = np.maximum.accumulate([self.running[s], *self.passing[s + 1 : t]])[1:]
+        running = running + (0 if first else self.behind[t])
         cost[np.arange(self.slots + 1)[None, :] < running[:, None]] = np.inf
         return cost
 

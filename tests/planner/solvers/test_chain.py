@@ -14,6 +14,7 @@ from jaxmem.planner.problem import Kernel, Problem
 from jaxmem.planner.solvers import blocks
 from jaxmem.planner.solvers.answer import Limits
 from jaxmem.planner.solvers.chain import ChainTable, Option, Stage
+from jaxmem.planner.stages import Stages
 
 LENGTH, SLOTS = 250, 25
 
@@ -147,3 +148,38 @@ def test_chains_of_different_stages_are_within_one_percent_of_the_optimum():
     assert nothing == 0
     assert min(found) >= 1 - 1e-9
     assert math.exp(sum(map(math.log, found)) / len(found)) <= 1.01
+
+
+def with_gradients(length: int, nbytes: int) -> Problem:
+    """A homogeneous line whose layers leave a gradient of that size, all read at the very end."""
+    kernels = [Kernel(1.0, (n,), (n + 1,)) for n in range(length)]
+    back, last = length + 1, length
+    gradients = []
+    for n in reversed(range(length)):
+        gradients.append(back + 1)
+        kernels.append(Kernel(1.0, (last, n), (back, back + 1)))
+        last, back = back, back + 2
+    kernels += [Kernel(0.1, (last, g), (back + n,)) for n, g in enumerate(gradients)]
+    results = frozenset(range(back, back + length))
+    sizes = [nbytes if v in gradients else 10 for v in range(back + length)]
+    return Problem(tuple(kernels), tuple(sizes), length, results)
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 8])
+@pytest.mark.parametrize("length", [8, 16, 30])
+def test_what_fits_the_table_fits_the_line(length: int, nbytes: int):
+    """Gradients come one after the other and stay; the table has to know how many are there.
+
+    What is handed on belongs to two stages, and the first gradient is there with the second.
+    """
+    line = with_gradients(length, nbytes)
+    stages = Stages(line)
+    table = ChainTable(stages.chain, 1, 2 * line.run(line.keep_all).peak_bytes)
+    fitting = 0
+    for slots in range(table.slots + 1):
+        solution = table.solution(slots)
+        if solution is not None:
+            fitting += 1
+            peak_bytes = line.run(stages.choice(solution.visits)).peak_bytes
+            assert peak_bytes <= slots + 10 + nbytes
+    assert fitting

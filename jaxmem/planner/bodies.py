@@ -1,0 +1,102 @@
+"""Solve the bodies of loops: what an iteration keeps, and whether the loop runs in segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from jaxmem.planner.candidates import TurnChoices
+from jaxmem.planner.fill import Solution
+from jaxmem.planner.fused import fused_line
+from jaxmem.planner.ruled import Ruled
+from jaxmem.planner.schedule import Scheduler, Turn
+from jaxmem.planner.segments import segment_choices, splittable
+from jaxmem.planner.simple import valley_keep
+from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.solvers import milp
+from jaxmem.planner.solvers.answer import Clock
+from jaxmem.program.loops import Nest
+
+# Ways to keep the body of a loop that are looked at, from everything to nothing.
+_MOST_WAYS = 10
+_WHY_BODIES = "it is no single line: each loop body keeps what makes least to do again"
+_WHY_SEGMENTS = "loops hold what they carry at few places, and make the rest again from there"
+
+
+class BodySolver:
+    """Proposes what the bodies of loops keep.
+
+    Args:
+        nest: the program.
+        choices: its turns.
+        simulator: gives seconds and working bytes of single operations.
+        scheduler: says what may run again.
+        ruled: what a policy decides.
+        clock: when its time is over nothing more is proposed.
+        evaluate: what a kept set needs, written out.
+    """
+
+    def __init__(
+        self,
+        nest: Nest,
+        choices: Sequence[TurnChoices],
+        simulator: Simulator,
+        scheduler: Scheduler,
+        ruled: Ruled,
+        clock: Clock,
+        evaluate: Callable[..., Solution],
+    ):
+        self.nest, self.choices, self.ruled = nest, choices, ruled
+        self.simulator, self.scheduler = simulator, scheduler
+        self.clock, self.evaluate = clock, evaluate
+        self._ways: dict[Turn, list[frozenset[str]]] = {}
+
+    def starts(self, limit_bytes: int, simple: Sequence[Solution]) -> Iterator[Solution]:
+        """For every loop body what is least to make again for what it keeps, the rest as it is."""
+        for base in simple[:1]:
+            best = base
+            for choice in self.choices:
+                for kept in self._ways_to_keep(choice.turn):
+                    if self.clock.over():
+                        break
+                    keep = {**best.keep, choice.turn: kept}
+                    tried = self.evaluate(keep, solver="MILP per loop body")
+                    if tried.temp_bytes <= limit_bytes and tried.cost < best.cost:
+                        best = replace(tried, why=_WHY_BODIES)
+            yield best
+
+    def in_segments(self) -> list[Solution]:
+        """Nested recomputation of scans: each in segments, its body kept in every way known."""
+        paths = splittable(self.nest)
+        base = {c.turn: valley_keep(c, 1, loops=True, tail=False) for c in self.choices}
+        found = []
+        for choice in self.choices:
+            path = choice.turn[0]
+            if path not in paths or not self.ruled.may_segment(path):
+                continue
+            for counts in segment_choices(paths[path]):
+                for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
+                    if self.clock.over():
+                        return found
+                    solved = self.evaluate(
+                        {**base, choice.turn: kept},
+                        segments={path: counts},
+                        solver="loops in segments",
+                    )
+                    found.append(replace(solved, why=_WHY_SEGMENTS))
+        return found
+
+    def _ways_to_keep(self, turn: Turn) -> list[frozenset[str]]:
+        """Kept sets of one loop body, by MILP."""
+        if turn not in self._ways:
+            inner = next(n for n in self.nest.walk() if n.block.path == turn[0])
+            ways: list[frozenset[str]] = []
+            if inner.cut is not None and turn[1] == inner.cut and not self.clock.over():
+                block = inner.block
+                line = fused_line(
+                    block, block.ops, turn[1], self.simulator, self.scheduler.repeatable
+                )
+                found = milp.kept_within(line.problem, frozenset(), _MOST_WAYS, self.clock)
+                ways = list(dict.fromkeys(line.kept(numbers) for numbers in found))
+            self._ways[turn] = ways
+        return self._ways[turn]
