@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ _ACTIONS = {verb: action for action, verb in _VERBS.items()}
 
 
 @dataclass(frozen=True)
-class Policy(_compat.CheckpointPolicy):
+class Policy(_compat.CheckpointPolicy, ABC):
     """What to save, offload and recompute; made by the functions of ``jaxmem.policies``.
 
     A policy is hashable, its ``repr`` is the code that makes it, and it is a policy for
@@ -35,20 +36,22 @@ class Policy(_compat.CheckpointPolicy):
     not know module paths; :func:`jaxmem.remat` does.
     """
 
-    # How tightly the written form holds together: `|`, `&`, `~`, then names and calls.
-    _binding: ClassVar[int] = 3
+    @property
+    def _binding(self) -> int:
+        """How tightly the written form holds together: `|`, `&`, `~`, then names and calls."""
+        return 3
 
+    @abstractmethod
     def decide(self, facts: Facts) -> Action | None:
         """The action for a value; ``None`` where ``policies.planned`` leaves it to the planner."""
-        raise NotImplementedError
 
     def rules(self) -> Iterator[Rule]:
         """The rules in it."""
-        raise NotImplementedError
+        yield from ()
 
+    @abstractmethod
     def bound(self, may_select: Callable[[Selector], bool]) -> Action:
         """The largest action there can be for values that only some of the rules may select."""
-        raise NotImplementedError
 
     @property
     def uses_planner(self) -> bool:
@@ -114,8 +117,8 @@ class Policy(_compat.CheckpointPolicy):
         """What ``jax.checkpoint`` asks: the verdict on the results of one operation."""
         return verdict.on_operation(self, prim, avals, params)
 
-    def saves_name(self, name: str) -> bool:
-        """What ``jax.checkpoint`` of jax 0.10 asks with ``jax_remat3``."""
+    def on_name(self, name: str) -> Any:
+        """What ``jax.checkpoint`` of jax 0.10 and 0.11 asks with ``jax_remat3``."""
         return verdict.on_name(self, name)
 
     def __or__(self, other: Any) -> Policy:
@@ -130,14 +133,16 @@ class Policy(_compat.CheckpointPolicy):
     def __rand__(self, other: Any) -> Policy:
         return _policy(other, "&")
 
+    @abstractmethod
     def __invert__(self) -> Policy:
-        raise NotImplementedError
+        """The policy with the chain of actions turned round."""
 
     def __repr__(self) -> str:
         return _CONSTANTS.get(self) or self._written()
 
+    @abstractmethod
     def _written(self) -> str:
-        raise NotImplementedError
+        """The code that makes it, where it has no name."""
 
     def _inside(self, binding: int) -> str:
         """The written form, in brackets where what is around it holds together more tightly."""
@@ -149,8 +154,9 @@ class Policy(_compat.CheckpointPolicy):
         """The policy as JSON text; :meth:`from_json` reads it."""
         return json.dumps({"schema_version": SCHEMA_VERSION, "policy": self._data()}, indent=2)
 
+    @abstractmethod
     def _data(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """It as JSON has it; :func:`_read` reads that."""
 
     @staticmethod
     def from_json(text: str) -> Policy:
@@ -187,11 +193,11 @@ class Constant(Policy):
     def bound(self, may_select: Callable[[Selector], bool]) -> Action:
         return self.action
 
-    def rules(self) -> Iterator[Rule]:
-        yield from ()
-
     def __invert__(self) -> Policy:
         return Constant(~self.action)
+
+    def _written(self) -> str:
+        return "everything" if self.action == Action.SAVE else "nothing"
 
     def _data(self) -> dict[str, Any]:
         return {"everything": _VERBS[self.action]}
@@ -206,7 +212,7 @@ class Rule(Policy):
     otherwise: Action
 
     @property
-    def _binding(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _binding(self) -> int:
         return 3 if self == single_rule(self.action, self.selector) else 2
 
     def decide(self, facts: Facts) -> Action:
@@ -238,6 +244,11 @@ class _Combined(Policy):
     _pick: ClassVar[Callable[..., Any]]
     _key: ClassVar[str]
     _sign: ClassVar[str]
+    _ties: ClassVar[int]
+
+    @property
+    def _binding(self) -> int:
+        return self._ties
 
     def decide(self, facts: Facts) -> Action:
         return type(self)._pick(part.decide(facts) for part in self.parts)
@@ -264,7 +275,7 @@ class _Combined(Policy):
 class Join(_Combined):
     """The largest action of several policies."""
 
-    _binding: ClassVar[int] = 0
+    _ties: ClassVar[int] = 0
     _pick: ClassVar[Callable[..., Any]] = max
     _key: ClassVar[str] = "any"
     _sign: ClassVar[str] = "|"
@@ -274,7 +285,7 @@ class Join(_Combined):
 class Meet(_Combined):
     """The smallest action of several policies."""
 
-    _binding: ClassVar[int] = 1
+    _ties: ClassVar[int] = 1
     _pick: ClassVar[Callable[..., Any]] = min
     _key: ClassVar[str] = "all"
     _sign: ClassVar[str] = "&"
@@ -332,15 +343,18 @@ class Planned(Policy):
     def decide(self, facts: Facts) -> None:
         return None
 
-    def rules(self) -> Iterator[Rule]:
-        yield from ()
-
     @property
     def uses_planner(self) -> bool:
         return True
 
     def __invert__(self) -> Policy:
         raise _only_planned("~")
+
+    def bound(self, may_select: Callable[[Selector], bool]) -> Action:
+        return Action.SAVE
+
+    def _written(self) -> str:
+        return "planned"
 
     def _data(self) -> dict[str, Any]:
         return {"planned": True}
@@ -354,17 +368,11 @@ def single_rule(action: Action, chosen: Selector) -> Rule:
 nothing = Constant(Action.RECOMPUTE)
 everything = Constant(Action.SAVE)
 planned = Planned()
-dots = single_rule(
-    Action.SAVE,
-    Selector(primitive=DOTS),
-)
+dots = single_rule(Action.SAVE, Selector(primitive=DOTS))
 dots_with_no_batch_dims = single_rule(
     Action.SAVE, Selector(primitive=("dot_general", "scaled_matmul_wrapper"), batch_dims=0)
 )
 _CONSTANTS: dict[Policy, str] = {
-    nothing: "nothing",
-    everything: "everything",
-    planned: "planned",
     dots: "dots",
     ~dots: "~dots",
     dots_with_no_batch_dims: "dots_with_no_batch_dims",

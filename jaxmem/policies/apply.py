@@ -183,8 +183,8 @@ def _check_arguments(fun: Any, policy: Any) -> None:
     verdict.check_own_decisions(policy)
 
 
-def _numbers(given: int | Sequence[int]) -> tuple[int, ...]:
+def _numbers(given: Any) -> tuple[int, ...]:
     try:
-        return (operator.index(given),)  # pyright: ignore[reportArgumentType]
+        return (operator.index(given),)
     except TypeError:
-        return tuple(given)  # pyright: ignore[reportArgumentType]
+        return tuple(given)

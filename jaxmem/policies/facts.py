@@ -8,9 +8,9 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from jaxmem import _compat
-from jaxmem.program.cost import arithmetic
 from jaxmem.program.ir import Op, Value, aval_bytes
 from jaxmem.program.source import module_path
+from jaxmem.program.work import arithmetic
 
 DOTS = ("conv_general_dilated", "dot_general", "scaled_matmul_wrapper")
 # What stands in front of the checkpoint names that `remat` gives; no rule selects by them.

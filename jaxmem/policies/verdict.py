@@ -25,8 +25,6 @@ from jaxmem.policies.selector import Selector
 if TYPE_CHECKING:
     from jaxmem.policies.algebra import Policy
 
-DEVICE, HOST = "device", "pinned_host"
-
 
 def on_operation(
     policy: Policy, prim: Any, avals: Sequence[Any], params: dict[str, Any]
@@ -36,6 +34,8 @@ def on_operation(
     Raises:
         PolicyError: the policy needs what JAX does not tell, or JAX would not follow it.
     """
+    if prim.name == "name" and not avals:
+        return on_name(policy, params["name"])
     check_usable(policy)
     if _compat.remat3_enabled():
         _check_asked(policy)
@@ -47,8 +47,8 @@ def action_for(policy: Policy, prim: Any, avals: Sequence[Any], params: dict[str
     return max(_actions(policy, prim, avals, params), default=Action.RECOMPUTE)
 
 
-def on_name(policy: Policy, name: str) -> bool:
-    """The verdict of ``jax_remat3`` of jax 0.10, which tells the name and nothing else.
+def on_name(policy: Policy, name: str) -> bool | Offloadable:
+    """The verdict for ``jax_remat3`` of jax 0.10 and 0.11, which tells a name and nothing else.
 
     Raises:
         PolicyError: as :func:`on_operation`, and for rules that need more than the name.
@@ -61,7 +61,7 @@ def on_name(policy: Policy, name: str) -> bool:
             f"else, and {policy!r} selects by dtype or size. Use jaxmem.remat(fun, policy)."
         )
     action = policy.decide(Facts(names=users_names(name), primitive="name"))
-    return bool(in_jax_terms(action))
+    return in_jax_terms(action)
 
 
 def check_usable(policy: Policy) -> None:
@@ -104,7 +104,7 @@ def in_jax_terms(action: Action | None) -> bool | Offloadable:
             f"jax_remat3 of jax {jax.__version__} cannot offload. Switch it off, "
             'jax.config.update("jax_remat3", False), or use a newer jax.'
         )
-    return Offloadable(src=DEVICE, dst=HOST)
+    return _compat.offload()
 
 
 def users_names(name: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxmem.errors import ArgumentError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 
@@ -37,3 +38,22 @@ class BoundStep:
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As :meth:`jaxmem.fit.FittedStep.place`, for the arguments after the instance."""
         return self.__func__.place(self.__self__, *args, **kwargs)[1:]
+
+
+_UNSET = {"donate_argnums": (), "static_argnums": (), "verify": True, "measure": False}
+
+
+def refuse_settings(step: Any, **given: Any) -> None:
+    """A fitted step has its own settings; others given beside it must not be ignored silently.
+
+    Raises:
+        ArgumentError: one of ``given`` is not what it is where nothing is given.
+    """
+    extra = [name for name, value in given.items() if value != _UNSET.get(name)]
+    if extra:
+        name = getattr(step, "__name__", "the step")
+        raise ArgumentError(
+            f"{name} is fitted already and brings its own {', '.join(extra)}. Leave "
+            f"{'it' if len(extra) == 1 else 'them'} out, or pass the plain function "
+            f"({name}.__wrapped__)."
+        )

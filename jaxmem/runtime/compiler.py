@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
@@ -26,6 +28,7 @@ def rates_of(target: Target) -> Rates:
         target.hbm_bytes_per_second,
         target.d2h_bytes_per_second,
         target.h2d_bytes_per_second,
+        target.d2d_bytes_per_second,
     )
 
 
@@ -56,12 +59,20 @@ class Compiler:
     """Compiles the schedules of one traced program for one target; remembers what it compiled.
 
     With a policy they all follow it.
+
+    Attributes:
+        deadline: that of the search, not of the compiles.
+        most_smallest: of the smallest programs as many are compiled, trials included.
+        order: the compiler options of every schedule; ``None`` leaves them to the trials.
     """
 
     program: Program
     target: Target
     check: bool = True
     policy: Policy | None = None
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    most_smallest: int = MOST_SMALLEST
+    order: Mapping[str, str] | None = None
     search: Search = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
@@ -69,7 +80,9 @@ class Compiler:
     def __post_init__(self):
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
-        self.search = Search(self.program, rates, host=host, policy=self.policy)
+        self.search = Search(
+            self.program, rates, host=host, policy=self.policy, deadline=self.deadline
+        )
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
     @property
@@ -105,9 +118,9 @@ class Compiler:
 
     @functools.cached_property
     def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:
-        """The smallest schedule under each set of compiler options; none where there is one."""
+        """The smallest schedule under each set of compiler options; none where one is settled."""
         choices = memory_schedules(self.target)
-        if len(choices) == 1 or not self.search.choices:
+        if len(choices) == 1 or self.order is not None or not self.search.choices:
             return ()
         smallest = self.search.smallest()
         return tuple((o, self.compile(smallest, options=o)) for o in choices)
@@ -115,13 +128,21 @@ class Compiler:
     @property
     def options(self) -> Mapping[str, str]:
         """The compiler options that make least of the smallest schedule; none on a GPU."""
+        if self.order is not None:
+            return self.order
         if not self.trials:
             return memory_schedules(self.target)[-1]
         return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
 
     def without_policy(self) -> Compiler:
         """The same for the planner alone; what is compiled already is not compiled again."""
-        return Compiler(self.program, self.target, self.check, _compiled=self._compiled)
+        return Compiler(
+            self.program,
+            self.target,
+            self.check,
+            deadline=self.deadline,
+            _compiled=self._compiled,
+        )
 
     def keep_all(self) -> Compiled:
         """The program as written, compiled for the target; on a GPU without XLA's own remat."""
@@ -169,7 +190,7 @@ class Compiler:
         self.search.settle_more(True)
         tried: set[frozenset] = set()
         # The two trials of a CPU count among the compiles, too.
-        most = MOST_SMALLEST - bool(self.trials)
+        most = self.most_smallest - bool(self.trials)
         for _ in range(most):
             first = sorted(self.search.smallest_first()[:most], key=lambda s: s.cost)
             fresh = (s for s in first if s.key not in tried)

@@ -18,7 +18,13 @@ def host_memory(target: Target, wanted: int | None) -> int:
     """Bytes of host memory for each device; ``None`` stands for what the host has."""
     if wanted is not None:
         return wanted
-    return int(target.host_bytes * _USABLE_SHARE) // max(1, target.devices_per_host)
+    usable = min(int(target.host_bytes * _USABLE_SHARE), target.pinned_host_bytes)
+    return usable // max(1, target.devices_per_host)
+
+
+def host_limit(target: Target) -> int:
+    """The most host memory for each device that can be asked for: what the process may pin."""
+    return min(target.host_bytes, target.pinned_host_bytes) // max(1, target.devices_per_host)
 
 
 def prefixes(program: Program, budget_bytes: int, allowed: int) -> Iterator[frozenset[int]]:

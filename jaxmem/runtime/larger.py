@@ -24,7 +24,9 @@ def larger(
     rounds: Sequence[Round],
     budget_bytes: int,
 ) -> Larger | None:
-    """What more bytes would save; ``None`` where the step is as written, or a policy decides.
+    """What more bytes would save.
+
+    ``None`` where the step is as written, a policy decides, or no time is left to search.
 
     Args:
         compiler: of the program.
@@ -36,6 +38,8 @@ def larger(
     missing = min([compiler.keep_all().memory.total_bytes, *as_written]) - budget_bytes
     if solution is None or missing <= 0 or compiler.policy is not None:
         return None
+    if compiler.deadline.over():
+        return None
     # With less than the smallest value that is recomputed nothing can change.
     each = [d.nbytes // d.count for d in decisions if d.recomputed and d.again_seconds]
     more = min(missing, max(min(GIB, missing // _PART), min(each, default=1), 1))
@@ -46,6 +50,8 @@ def larger(
         room = (budget_bytes - compiled.memory.total_bytes + used + more) * _AIM
         limit = int(room * solution.temp_bytes / max(used, 1))
         found = _solve(compiler.search, solution, limit)
+        if compiler.deadline.ran_out:
+            return None
         seconds = solution.seconds if found is None else found.seconds
     return Larger(more, max(0.0, solution.seconds - seconds))
 

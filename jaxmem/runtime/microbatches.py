@@ -1,11 +1,13 @@
 """Choose how many microbatches ``jaxmem.AUTO`` stands for.
 
 One, where the step as written fits. Otherwise every number that divides the batches is traced and
-searched on paper, and the quickest of those that are predicted to fit is compiled.
+searched on paper, and the quickest of those that are predicted to fit is compiled. All numbers
+together compile no more programs than a plan without a choice may.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,16 +17,19 @@ from jaxmem.planner.search import Solution
 from jaxmem.program.calling import Traced
 from jaxmem.program.microbatches import counts
 from jaxmem.runtime import rounds
+from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.rounds import MOST_COMPILES, Outcome
-from jaxmem.targets.compiling import Compiled
+from jaxmem.runtime.rounds import FIRST_GUESS, MOST_COMPILES, TRIAL, Outcome
+from jaxmem.targets.compiling import Compiled, memory_schedules
 
-# First guesses that are compiled to see whether they fit; each tells what to make of the next
-# prediction, and on a CPU brings the two programs from which the order of operations is chosen.
+# The step as written with one microbatch, and on a CPU the smallest program in two orders; then
+# first guesses, each of which tells what to make of the next prediction; then the step as written
+# with the number that was found (twice on a CPU), and searches or, where no guess fitted, the
+# smallest programs: five, with those two orders, and with host memory two more.
 _MOST_PROBES = 3
-# The step as written with the number of microbatches that was found, twice on a CPU.
 _AS_WRITTEN_COMPILES = 2
+_MOST_SMALLEST = 5
 _AIM = 0.985
 
 
@@ -34,6 +39,9 @@ def fit(
     compiler: Compiler,
     budget_bytes: int,
     report: Report,
+    *,
+    host_bytes: int | None = None,
+    bench: Bench | None = None,
 ) -> tuple[Traced, Outcome]:
     """The step with a number of microbatches with which it fits, and its plan.
 
@@ -43,6 +51,8 @@ def fit(
         compiler: for the target.
         budget_bytes: bytes on each device.
         report: shows progress.
+        host_bytes: host memory that plans may use, as in :func:`rounds.fit`.
+        bench: where the quickest programs with the number that is found are timed.
 
     Raises:
         BudgetInfeasibleError: no number of microbatches leads to a plan that fits.
@@ -50,8 +60,9 @@ def fit(
     report("compiling the step as written")
     plain = compiler.keep_all()
     if plain.memory.total_bytes <= budget_bytes and compiler.search.ruled.allows_written:
-        return first, rounds.fit(compiler, budget_bytes, report)
-    return _Choosing(first, trace, compiler, budget_bytes, report, plain).run()
+        return first, rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench)
+    chosen = _Choosing(first, trace, compiler, budget_bytes, report, host_bytes, plain, bench)
+    return chosen.run()
 
 
 def splits(traced: Traced) -> tuple[int, ...]:
@@ -75,9 +86,15 @@ class _Option:
     compiler: Compiler
 
     @property
+    def name(self) -> str:
+        """As rounds have it."""
+        return f"{self.count} microbatch{'es' * (self.count > 1)}"
+
+    @property
     def smallest_bytes(self) -> int:
         """Predicted temporaries of its smallest program."""
         search = self.compiler.search
+        search.unpin()
         bases = search.bases() if search.choices else []
         written = [search.keep_all.temp_bytes] if search.ruled.allows_written else []
         return min([*written, *(base.temp_bytes for base in bases)])
@@ -108,11 +125,14 @@ class _Choosing:
         compiler: Compiler,
         budget_bytes: int,
         report: Report,
+        host_bytes: int | None,
         plain: Compiled,
+        bench: Bench | None,
     ):
         self.trace, self.budget, self.report, self.plain = trace, budget_bytes, report, plain
+        self.host_bytes, self.bench = host_bytes, bench
         self.target, self.check = compiler.target, compiler.check
-        self.policy = compiler.policy
+        self.policy, self.deadline = compiler.policy, compiler.deadline
         self.options = {1: _Option(1, first, compiler)}
         self.counts = splits(first)
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
@@ -121,14 +141,12 @@ class _Choosing:
         # The simulator counts whole arrays, the compiler each device's part of them.
         self.scale = self.written if compiler.program.sharded else 1.0
         before = self.fixed + keep_all
+        self.trialled: list[_Option] = []
         self.rounds = [self._round("keep-all, 1 microbatch", before, plain)]
 
     def run(self) -> tuple[Traced, Outcome]:
         found = self._probed()
-        if found is None:
-            return self._smallest()
-        left = MOST_COMPILES - self._compiles() - _AS_WRITTEN_COMPILES
-        return self._planned(*found, searches=max(left, 0))
+        return self._smallest() if found is None else self._planned(*found)
 
     def _compiles(self) -> int:
         return sum(option.compiler.compiles for option in self.options.values())
@@ -137,12 +155,12 @@ class _Choosing:
         if count not in self.options:
             self.report(f"tracing the step with {count} microbatches")
             traced = self.trace(count)
-            compiler = Compiler(traced.program, self.target, self.check, self.policy)
+            compiler = Compiler(traced.program, self.target, self.check, self.policy, self.deadline)
             self.options[count] = _Option(count, traced, compiler)
         return self.options[count]
 
-    def _probed(self) -> tuple[_Option, Solution | None] | None:
-        """The quickest schedule that is predicted to fit, and does."""
+    def _probed(self) -> tuple[_Option, Solution | None, Round | None] | None:
+        """The quickest schedule that is predicted to fit, and does; the round in which it did."""
         room = self.budget - self.fixed
         for _ in range(_MOST_PROBES):
             best = self._quickest(int(room / self.scale * _AIM), int(room / self.written * _AIM))
@@ -156,20 +174,45 @@ class _Choosing:
                 compiled, problem = compiler.keep_all(), ""
                 predicted = compiler.search.keep_all.temp_bytes
             else:
+                self._set_order(option)
                 attempt = compiler.attempt(solution)
                 compiled, problem, predicted = (
                     attempt.compiled,
                     attempt.problem,
                     solution.temp_bytes,
                 )
-            if compiled.memory.total_bytes <= self.budget and not problem:
-                return best
-            name = f"{option.count} microbatch{'es' * (option.count > 1)}"
-            self.rounds.append(self._round(name, self.fixed + predicted, compiled, problem))
+            guess = self._round(option.name, self.fixed + predicted, compiled, problem)
+            if guess.fits and not problem:
+                return option, solution, guess if solution else None
+            self.rounds.append(guess)
             found = compiled.memory.temp_bytes / max(predicted, 1)
             self.written = max(self.written, found)
             self.scale = max(self.scale, found) if solution else self.scale
         return None
+
+    @functools.cached_property
+    def smallest(self) -> _Option:
+        """The number of microbatches with the smallest program; the same for every budget."""
+        return min(map(self.option, self.counts), key=lambda o: (o.smallest_bytes, o.count))
+
+    def _set_order(self, option: _Option) -> None:
+        """On a CPU, one trial of the orders of operations serves every number of microbatches."""
+        if len(memory_schedules(self.target)) == 1:
+            return
+        # Where that one leaves nothing to choose, it compiles no smallest programs either.
+        tried = self.smallest if self.smallest.compiler.search.choices else option
+        if option is not tried:
+            option.compiler.order = tried.compiler.options
+        if tried not in self.trialled:
+            self.trialled.append(tried)
+
+    def _trials(self, option: _Option) -> list[Round]:
+        """The programs from which the order of operations was chosen."""
+        predicted = self.fixed + option.compiler.search.smallest().temp_bytes
+        return [
+            self._round(f"smallest with {option.name}", predicted, compiled)
+            for _, compiled in option.compiler.trials
+        ]
 
     def _quickest(self, limit: int, written: int) -> tuple[_Option, Solution | None] | None:
         best: tuple[float, _Option, Solution | None] | None = None
@@ -185,9 +228,10 @@ class _Choosing:
 
     def _smallest(self) -> tuple[Traced, Outcome]:
         """The number of microbatches with the smallest program; the same for every budget."""
-        option = min(map(self.option, self.counts), key=lambda o: (o.smallest_bytes, o.count))
+        option = self.smallest
+        option.compiler.most_smallest = _MOST_SMALLEST
         try:
-            return self._planned(option, None, searches=0)
+            return self._planned(option, None, None)
         except BudgetInfeasibleError as error:
             tried = ", ".join(map(str, self.counts))
             raise BudgetInfeasibleError(
@@ -198,18 +242,35 @@ class _Choosing:
             ) from None
 
     def _planned(
-        self, option: _Option, start: Solution | None, *, searches: int
+        self, option: _Option, start: Solution | None, guess: Round | None
     ) -> tuple[Traced, Outcome]:
-        compiler, report = option.compiler, self.report
-        outcome = rounds.fit(compiler, self.budget, report, searches=searches, start=start)
-        first = self.options[1].compiler
+        left = MOST_COMPILES - self._compiles() - _AS_WRITTEN_COMPILES
+        others = [other for other in self.trialled if other is not option]
+        outcome = rounds.fit(
+            option.compiler,
+            self.budget,
+            self.report,
+            host_bytes=self.host_bytes,
+            searches=max(left, 0) if start else 0,
+            start=start,
+            bench=self.bench,
+            spent=len(self.rounds) + sum(len(other.compiler.trials) for other in others),
+        )
+        after = outcome.plan.rounds[option.count == 1 :]
+        # Where it fits as written in another order after all, these were not compiled again.
+        told = any(r.name.startswith(TRIAL) for r in after)
+        before = list(self.rounds)
+        for tried in others if told else self.trialled:
+            before += self._trials(tried)
+        if guess is not None and all(r.name != FIRST_GUESS for r in after):
+            before.append(guess)
         plan = replace(
             outcome.plan,
             microbatches=option.count,
             keep_all_predicted_bytes=self.rounds[0].predicted_bytes,
             keep_all_compiled_bytes=self.plain.memory.total_bytes,
-            keep_all_seconds=first.search.keep_all.seconds,
-            rounds=(*self.rounds, *outcome.plan.rounds[option.count == 1 :]),
+            keep_all_seconds=self.options[1].compiler.search.keep_all.seconds,
+            rounds=(*before, *after),
         )
         return option.traced, replace(outcome, plan=plan)
 

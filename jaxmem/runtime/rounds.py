@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError, VerificationError
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.level import StillKept
-from jaxmem.planner.plan import Kept, Plan, Round, Segmented
-from jaxmem.planner.schedule import Turn
-from jaxmem.planner.segments import splittable
+from jaxmem.planner.plan import Plan, Round
 from jaxmem.program.ir import Block, Hosting
 from jaxmem.runtime import describe, policed
+from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.following import decisions_of
 from jaxmem.runtime.host import host_memory, prefixes
-from jaxmem.runtime.larger import larger
+from jaxmem.runtime.planned import Chosen, plan_of
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
     Compiled,
@@ -26,17 +24,21 @@ from jaxmem.targets.compiling import (
 from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
-# As written (twice on a CPU), the smallest program (on a CPU once more with other options), at
-# most three searches that do not fit, then at most six of the smallest programs, which are the
-# same whatever the budget is: so the smallest budget that an error names is always reached.
-_MOST_SEARCHES = 6
-_MOST_FAILURES = 3
+# Names of rounds.
+FIRST_GUESS, TRIAL = "first guess", "smallest, scheduled for"
+# As written (twice on a CPU), the smallest program (on a CPU once more with other options),
+# searches, and what is left for the smallest programs, which are the same whatever the budget is:
+# so the smallest budget that an error names is always reached.
+_MOST_SEARCHES = 5
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
-_FEWEST_HOST_COMPILES = 2
-# The compiler's temporaries over the predicted ones, from which on schedules settle more.
-_FAR_OFF = 1.04
+# Programs that are timed beside the step as written, and searches for them where it fits.
+_MOST_TIMED = 4
+_SEARCHES_BESIDE = 2
+# The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
+# whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
+_FAR_OFF = 1.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,8 @@ def fit(
     host_bytes: int | None = None,
     searches: int = _MOST_SEARCHES,
     start: Solution | None = None,
+    spent: int = 0,
+    bench: Bench | None = None,
 ) -> Outcome:
     """A program within the budget.
 
@@ -71,13 +75,15 @@ def fit(
             where nothing fits without.
         searches: results of at most as many searches are compiled.
         start: a solution to compile before any search.
+        spent: how many programs of the step were compiled elsewhere.
+        bench: where the quickest programs that fit are timed; ``None`` goes by what is predicted.
 
     Raises:
         BudgetInfeasibleError: none was found.
     """
     run = _Rounds(compiler, budget_bytes, report)
     run.searches, run.start = min(searches, _MOST_SEARCHES), start
-    run.host_bytes = host_bytes
+    run.host_bytes, run.spent, run.bench = host_bytes, spent, bench
     return run.run()
 
 
@@ -97,14 +103,17 @@ class _Rounds:
     searches: int = _MOST_SEARCHES
     start: Solution | None = None
     host_bytes: int | None = None
+    spent: int = 0
+    bench: Bench | None = None
 
     def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
         self.compiler, self.budget, self.report = compiler, budget_bytes, report
         self.search = compiler.search
         self.rounds: list[Round] = []
         self.tried: set[frozenset] = set()
-        self.fitting: list[tuple[Solution, Compiled, int]] = []
+        self.fitting: list[Chosen] = []
         self.trialled: dict[int, int] = {}
+        self.noted: dict[int, int] = {}
         self.scale = self.unscaled = 1.0
         self.fixed = compiler.program.fixed_bytes
 
@@ -121,12 +130,12 @@ class _Rounds:
             return self._outcome()
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget and self.search.ruled.allows_written:
-            predicted = self.rounds[-1].predicted_bytes
-            return Outcome(self._plan(None, predicted, plain), self.compiler.program.block, plain)
+            written = Chosen(None, plain, self.rounds[-1].predicted_bytes)
+            return self._outcome_of(written) if self.bench is None else self._beside(written)
         self._note_trials()
         if self.start is not None:
             attempt = self.compiler.attempt(self.start)
-            self._record("first guess", self.start.temp_bytes, attempt)
+            self._record(FIRST_GUESS, self.start.temp_bytes, attempt)
         self._tighten()
         if not self.fitting:
             self._smallest_first()
@@ -137,12 +146,56 @@ class _Rounds:
         return self._outcome()
 
     def _outcome(self) -> Outcome:
-        solution, compiled, predicted = self.best()
+        if self.bench is None:
+            return self._outcome_of(self.best())
+        self._try_simple()
+        return self._measured(self.bench, self._quickest())
+
+    def _beside(self, written: Chosen) -> Outcome:
+        """The step as written, or what is quicker on the device."""
+        assert self.bench is not None
+        self._note_trials()
+        self.searches = min(self.searches, _SEARCHES_BESIDE)
+        self._tighten()
+        self._try_simple()
+        return self._measured(self.bench, [written, *self._quickest()])
+
+    def _try_simple(self) -> None:
+        """Compile simple answers that fit on paper, until there are enough programs to time."""
+        limit = int((self.budget - self.fixed) / self.scale * _AIM)
+        for solution in self.search.simple(limit):
+            left = MOST_COMPILES - self.spent - self.compiler.compiles
+            if left > 0 and len(self.fitting) < _MOST_TIMED and solution.key not in self.tried:
+                self._announce(solution)
+                self._record(solution.solver, limit, self.compiler.attempt(solution))
+
+    def _quickest(self) -> list[Chosen]:
+        return sorted(self.fitting, key=lambda chosen: chosen.cost)[:_MOST_TIMED]
+
+    def _measured(self, bench: Bench, programs: Sequence[Chosen]) -> Outcome:
+        """The program of which a step takes least time on the device; the first of equals."""
+        self.report(f"timing {len(programs)} programs on {self.compiler.target.name}")
+        hostings = [self.compiler.hosting(chosen.solution) for chosen in programs]
+        taken = bench.medians(self.compiler.program, programs, hostings)
+        for chosen, seconds in zip(programs, taken, strict=True):
+            number = self.noted[id(chosen.compiled)]
+            self.rounds[number] = replace(self.rounds[number], measured_seconds=seconds)
+        least = min(taken)
+        winner = programs[taken.index(least)]
+        return self._outcome_of(replace(winner, measured_seconds=least))
+
+    def _outcome_of(self, chosen: Chosen) -> Outcome:
         return Outcome(
-            self._plan(solution, predicted, compiled),
-            self.compiler.block(solution),
-            compiled,
-            self.compiler.hosting(solution),
+            plan_of(
+                self.compiler,
+                chosen,
+                self.rounds,
+                budget_bytes=self.budget,
+                fixed_bytes=self.fixed,
+            ),
+            self.compiler.block(chosen.solution),
+            chosen.compiled,
+            self.compiler.hosting(chosen.solution),
         )
 
     def _plain_within_budget(self) -> Compiled:
@@ -170,7 +223,7 @@ class _Rounds:
         for options, compiled in self.compiler.trials:
             order = "memory" if options == memory_schedules(self.compiler.target)[-1] else "speed"
             predicted = self._predicted(self.search.smallest())
-            self._note(f"smallest, scheduled for {order}", predicted, predicted, compiled)
+            self._note(f"{TRIAL} {order}", predicted, predicted, compiled)
             self.trialled[id(compiled)] = len(self.rounds) - 1
 
     def follow(self, plan: Plan) -> Outcome:
@@ -204,30 +257,38 @@ class _Rounds:
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
-        limit = int((self.budget - self.fixed) / self.scale * _AIM)
-        for attempt in range(self.searches):
+        room = self.budget - self.fixed
+        # One of a CPU's two trials is among the smallest programs.
+        reserved = self.compiler.most_smallest - bool(self.compiler.trials)
+        limit, fits, too_much = int(room / self.scale * _AIM), 0, 0
+        for _ in range(self.searches):
             solution = self.search.solve(limit, self.host_bytes or 0)
-            hopeless = attempt >= _MOST_FAILURES and not self.fitting
+            left = MOST_COMPILES - reserved - len(self.rounds) - self.spent
+            hopeless = left <= 0 and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
             self._announce(solution)
             predicted = self._predicted(solution)
-            compiled = self._record("search", limit, self.compiler.attempt(solution))
-            room = self.budget - self.fixed
-            used = compiled.memory.temp_bytes
-            if compiled.memory.total_bytes <= self.budget:
+            attempt = self.compiler.attempt(solution)
+            memory = self._record("search", limit, attempt).memory
+            used, fitted = memory.temp_bytes, memory.total_bytes <= self.budget
+            if fitted and attempt.problem:
+                continue  # What was undone is kept from now on: the same limit, another plan.
+            if fitted:
                 if used >= _WELL_USED * room or len(self.fitting) > 2:
                     return
-                limit = int(max(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
-            elif self.fitting:
-                return
-            elif self._not_followed(used, predicted):
+                fits = max(limit, solution.temp_bytes)
+                limit = int(fits * room / max(used, 1) * _AIM)
+            elif not self.fitting and self._not_followed(used, predicted):
                 # XLA did not follow the schedule: put off what it made element-wise work wait for.
                 self.search.settle_more(True)
                 self.scale = self.unscaled
                 limit = int(room / self.scale * _AIM)
             else:
-                limit = int(min(limit, solution.temp_bytes) * room / max(used, 1) * _AIM)
+                too_much = min(limit, solution.temp_bytes)
+                limit = int(too_much * room / max(used, 1) * _AIM)
+            if fits and too_much and not fits < limit < too_much:
+                limit = (fits + too_much) // 2
 
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
@@ -243,7 +304,8 @@ class _Rounds:
         if not allowed or not self.search.can_offload or self.compiler.program.sharded:
             return
         self.report("looking for what host memory makes possible")
-        left = max(_FEWEST_HOST_COMPILES, MOST_COMPILES - len(self.rounds))
+        # The last one is for what an error names: the smallest program with all that helps there.
+        left = max(1, MOST_COMPILES - self.spent - len(self.rounds) - 1)
         for hosted in prefixes(self.compiler.program, self.budget, allowed):
             self.search.hosted = hosted
             away = self.compiler.program.host_bytes(self.compiler.program.hosting(hosted))
@@ -302,90 +364,19 @@ class _Rounds:
         if solution.temp_bytes:
             self.scale = compiled.memory.temp_bytes / solution.temp_bytes
         if compiled.memory.total_bytes <= self.budget and not attempt.problem:
-            self.fitting.append((solution, compiled, predicted))
+            self.fitting.append(Chosen(solution, compiled, predicted))
         return compiled
 
     def _note(
         self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""
     ) -> None:
         total = compiled.memory.total_bytes
+        self.noted.setdefault(id(compiled), len(self.rounds))
         self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
 
-    def _plan(self, solution: Solution | None, predicted: int, compiled: Compiled) -> Plan:
-        search, program, target = self.search, self.compiler.program, self.compiler.target
-        memory = compiled.memory
-        notes = []
-        if not compiled.runs_here:
-            notes.append(
-                f"planned for {target.name}, which is not this machine: compiled with XLA:GPU "
-                "here, runs on the local device"
-            )
-        decisions = describe.decisions(search, solution)
-        if solution is not None and not any(d.recomputed for d in decisions):
-            notes.append(describe.ONLY_FUSED)
-        notes += describe.in_segments(search.nest, solution.segments if solution else {})
-        notes += policed.notes(search.ruled)
-        if self.compiler.mute:
-            notes.append("its callbacks were left out of the program compiled for that")
-        keep_all = search.keep_all
-        block = self.compiler.block(solution)
-        simulation = search.simulator.step(block) if solution else keep_all
-        return Plan(
-            function=program.name,
-            target=target.name,
-            budget_bytes=self.budget,
-            predicted_bytes=predicted,
-            compiled_bytes=memory.total_bytes,
-            argument_bytes=memory.argument_bytes,
-            output_bytes=memory.output_bytes,
-            aliased_bytes=memory.alias_bytes,
-            host_bytes=memory.host_argument_bytes + memory.host_temp_bytes,
-            keep_all_predicted_bytes=self.fixed + keep_all.temp_bytes,
-            keep_all_compiled_bytes=self.compiler.keep_all().memory.total_bytes,
-            predicted_seconds=solution.seconds if solution else keep_all.seconds,
-            keep_all_seconds=keep_all.seconds,
-            decisions=decisions,
-            solver=search.ruled.solver("keep-all" if solution is None else solution.solver),
-            rounds=tuple(self.rounds),
-            fingerprint=program.fingerprint,
-            kept=tuple(
-                Kept(
-                    *turn,
-                    tuple(sorted(names)),
-                    self._offloaded(solution, turn),
-                    isinstance(names, StillKept),
-                )
-                for turn, names in sorted(solution.keep.items() if solution else ())
-            ),
-            segments=tuple(
-                Segmented(path, splittable(search.nest)[path], counts)
-                for path, counts in sorted(solution.segments.items() if solution else ())
-            ),
-            settled=solution is not None and solution.settle,
-            hosted=tuple(
-                program.arguments[n].path for n in sorted(solution.hosted if solution else ())
-            ),
-            notes=tuple(notes),
-            larger=larger(self.compiler, solution, decisions, compiled, self.rounds, self.budget),
-            holders=describe.holders(program, search.nest, block, simulation),
-            options=tuple(sorted(self._options(solution, compiled).items())),
-            policy="" if self.compiler.policy is None else self.compiler.policy.to_json(),
-        )
-
-    def _offloaded(self, solution: Solution | None, turn: Turn) -> tuple[str, ...]:
-        """The names that cross a turn in host memory."""
-        return tuple(sorted(solution.offload.get(turn, ()))) if solution else ()
-
-    def _options(self, solution: Solution | None, compiled: Compiled) -> Mapping[str, str]:
-        """What a program was compiled with."""
-        compiler = self.compiler
-        if solution is not None:
-            return compiler.options
-        return {} if compiled is compiler.keep_all() else memory_schedules(compiler.target)[-1]
-
-    def best(self) -> tuple[Solution, Compiled, int]:
+    def best(self) -> Chosen:
         """The quickest program that fits."""
-        return min(self.fitting, key=lambda f: (f[0].seconds, f[1].memory.total_bytes))
+        return min(self.fitting, key=lambda chosen: chosen.cost)
 
     def _too_big(self) -> JaxmemError:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""
@@ -404,6 +395,9 @@ class _Rounds:
         for total, problem in least.undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
+        if compiler.deadline.ran_out and not reason:
+            limit = compiler.deadline.seconds
+            reason = f"the time limit of {limit:g} s ended the search: a longer one may find less"
         block = compiler.block(solution)
         simulation = self.search.simulator.step(block)
         holders = describe.holders(compiler.program, self.search.nest, block, simulation)

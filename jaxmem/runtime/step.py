@@ -46,7 +46,7 @@ class Step:
             program.avals(hosting),
             donate=program.donated,
             out_shardings=program.out_shardings(hosting),
-            options=memory_schedules(Target.local())[-1],
+            options=memory_schedules(Target.local(measure=False))[-1],
         )
         return cls(traced, outcome, compiled.executable)
 
@@ -78,7 +78,7 @@ class Step:
                 "callback or print), which would then happen twice. Use verify=True."
             )
         plain = compile_for(None, as_function(program.block), program.avals())
-        local = Target.local()
+        local = Target.local(measure=False)
         if plain.memory.total_bytes > local.device_bytes:
             raise VerificationError(
                 f'{program.name}: verify="full" needs the step as written to fit this device, and '

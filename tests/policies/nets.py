@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
-NEW_JAX = jax.__version_info__ >= (0, 11)
+# What jax_remat3 can do, by version; jaxmem finds it out without. From 0.12 on it asks all
+# callables, about convolutions too, and tells the types of named values.
+OFFLOADS = jax.__version_info__ >= (0, 11)
+ASKS_ALL = jax.__version_info__ >= (0, 12)
 
 
 @contextlib.contextmanager

@@ -268,3 +268,9 @@ def test_the_chain(a, b):
     assert ~~a == a
     assert (a <= b) == (~b <= ~a)
     assert ~Action.OFFLOAD == Action.OFFLOAD
+
+
+def test_only_its_own_classes_make_a_policy():
+    with pytest.raises(TypeError, match="abstract"):
+        policies.Policy()
+    assert policies.planned.bound(lambda selector: False) == policies.everything.action

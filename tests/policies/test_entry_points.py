@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem
 from jaxmem import policies, remat
 from jaxmem.policies import Facts
-from tests.policies.nets import NEW_JAX, block, block_args, remat3, residuals, types
+from tests.policies.nets import ASKS_ALL, OFFLOADS, block, block_args, remat3, residuals, types
 
 BOTH = pytest.mark.parametrize("enabled", [False, True], ids=["remat2", "remat3"])
 POLICIES = [
@@ -368,7 +368,8 @@ def test_facts_of_a_program_are_those_of_a_trace(linen_plain):
     assert [f.module for f in found if f.names == ("act",)] == ["Net/block_0", "Net/block_1"]
 
 
-def test_new_jax_is_told_apart():
+def test_what_jax_remat3_can_do_is_found_out():
     from jaxmem import _compat
 
-    assert _compat.REMAT3_OFFLOADS == NEW_JAX
+    assert _compat.REMAT3_OFFLOADS == OFFLOADS
+    assert ("conv_general_dilated" in _compat.REMAT3_ASKS) == ASKS_ALL

@@ -16,6 +16,7 @@ from jaxmem.program import nnx
 from jaxmem.program.calling import Caller
 from jaxmem.runtime.analysis import report_on
 from jaxmem.targets import Target
+from tests.fitted_steps import tanh_chain
 from tests.problems import PROBLEMS
 
 NAMES = ("mlp", "transformer_scan", "lstm_nested", "mixed_leaves", "transformer_nnx", "branches")
@@ -88,15 +89,7 @@ def test_modules_lines_and_checkpoint_names_are_found():
 
 
 def test_a_planned_step_reports_the_planned_program():
-    def step(w, x):
-        def loss(w):
-            y = x
-            for _ in range(10):
-                y = jnp.tanh(y @ w)
-            return (y**2).mean()
-
-        return jax.grad(loss)(w)
-
+    step = jax.grad(tanh_chain)
     args = jnp.eye(128), jnp.ones((1024, 128))
     plain = jaxmem.analyze(step, *args)
     fitted = jaxmem.fit(step, budget="4.5MiB", progress=False)
@@ -115,5 +108,5 @@ def test_every_byte_at_the_predicted_peak_has_a_buffer(name: str):
     with nnx.context((args, {})):
         program = caller.trace(caller.take(args, {})).program
     compiled = SimpleNamespace(memory=SimpleNamespace(total_bytes=0, temp_bytes=0))
-    report = report_on(program, Target("h200"), program.block, compiled)  # pyright: ignore
+    report = report_on(program, Target("h200"), program.block, compiled)
     assert sum(b.nbytes for b in report.at_peak()) == report.peak_bytes

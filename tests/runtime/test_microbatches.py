@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem.runtime import compiler, microbatches
 from jaxmem.runtime.rounds import MOST_COMPILES
+from tests.laws import total_bytes
 from tests.problems import assert_same
 
 LAYERS, WIDTH, ROWS = 6, 64, 2048
@@ -93,8 +95,6 @@ def test_a_plan_is_followed_with_its_number(third, tmp_path, monkeypatch):
     plan.save(tmp_path / "plan.json")
     loaded = jaxmem.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    from jaxmem.runtime import microbatches
-
     monkeypatch.delattr(microbatches, "fit")
     again = jaxmem.fit(step, budget=plan.budget_bytes, plan=loaded, progress=False)
     assert_same(third[0](WS, X), again(WS, X), multiple=0)
@@ -146,6 +146,38 @@ def test_a_budget_that_nothing_fits_names_one_that_works(keep_all_bytes):
     plan = jaxmem.plan(step, ws, x, budget=caught.value.smallest_bytes, progress=False)
     assert plan.compiled_bytes <= caught.value.smallest_bytes
     assert len(plan.rounds) <= MOST_COMPILES
+
+
+@pytest.mark.parametrize(("percent", "aim"), [(55, 0.985), (48, 1.3), (30, 1.3)], ids=str)
+def test_all_numbers_together_compile_no_more_than_a_plan_may(percent, aim, compiles, monkeypatch):
+    """Also where no first guess fits, because predictions are far off, and where nothing does."""
+    monkeypatch.setattr(microbatches, "_AIM", aim)
+    ws, x = WS[:4], X.reshape(2, ROWS // 2, WIDTH)
+    keep_all = total_bytes(jax.jit(whole).lower(ws, x).compile())
+    budget = keep_all * percent // 100
+    try:
+        plan = jaxmem.plan(step, ws, x, budget=budget, progress=False)
+    except jaxmem.BudgetInfeasibleError as error:
+        assert percent == 30
+        assert budget < error.smallest_bytes < keep_all // 2
+    else:
+        assert plan.compiled_bytes <= budget
+        assert plan.compiled_bytes in [r.compiled_bytes for r in plan.rounds if not r.problem]
+        assert len(compiles) <= len(plan.rounds) <= MOST_COMPILES
+    assert 2 <= len(compiles) <= MOST_COMPILES
+
+
+@pytest.fixture
+def compiles(monkeypatch) -> list[str]:
+    """The names of the targets that programs are compiled for in a test, in order."""
+    found, real = [], compiler.compile_for
+
+    def counted(target, *args, **options):
+        found.append(target.name)
+        return real(target, *args, **options)
+
+    monkeypatch.setattr(compiler, "compile_for", counted)
+    return found
 
 
 def test_two_uses_share_a_number():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -18,6 +19,7 @@ from jaxmem.runtime import verify
 from jaxmem.targets import compile_for
 from jaxmem.targets.compiling import memory_schedules
 from jaxmem.targets.target import Target
+from tests.fitted_steps import tanh_chain
 from tests.planner.lines import search
 
 KEPT = {"cpu": memory_schedules(Target("cpu"))[0], "h200": {}}
@@ -27,15 +29,7 @@ KEPT = {"cpu": memory_schedules(Target("cpu"))[0], "h200": {}}
 def rewritten():
     """A chain with everything made again: its schedule, and arguments."""
 
-    def step(w, x):
-        def loss(w):
-            y = x
-            for _ in range(4):
-                y = jnp.tanh(y @ w)
-            return (y**2).sum()
-
-        return jax.value_and_grad(loss)(w)
-
+    step = jax.value_and_grad(functools.partial(tanh_chain, layers=4))
     args = jnp.eye(64), jnp.ones((256, 64))
     found = search(step, *args, host=True)
     keep = {choice.turn: frozenset() for choice in found.choices}
@@ -97,15 +91,7 @@ def test_recomputations_that_xla_undid_are_named(rewritten, target: str):
 def test_what_was_undone_is_planned_around(monkeypatch):
     """The error says that the compiler is the reason; a compiler that does as told gives a plan."""
 
-    def step(w, x):
-        def loss(w):
-            y = x
-            for _ in range(10):
-                y = jnp.tanh(y @ w)
-            return (y**2).mean()
-
-        return jax.grad(loss)(w)
-
+    step = jax.grad(tanh_chain)
     args = jnp.eye(128), jnp.ones((1024, 128))
     monkeypatch.setattr(verify, "undone", lambda block, text: tuple(products(block)))
 

@@ -1,0 +1,134 @@
+"""The plan of a program that was chosen: what it keeps, and how it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxmem.planner.fill import Solution
+from jaxmem.planner.level import StillKept
+from jaxmem.planner.plan import Decision, Kept, Plan, Round, Segmented
+from jaxmem.planner.segments import splittable
+from jaxmem.planner.simple import WHY
+from jaxmem.runtime import describe, policed
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.larger import larger
+from jaxmem.targets.compiling import Compiled, memory_schedules
+
+_AS_WRITTEN = "the step as written fits the budget"
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A program that fits.
+
+    Attributes:
+        solution: its schedule; ``None`` for the step as written.
+        compiled: the program, ``predicted_bytes`` its peak on paper.
+        measured_seconds: the median of its runs on the device; ``None`` where it was not timed.
+    """
+
+    solution: Solution | None
+    compiled: Compiled
+    predicted_bytes: int
+    measured_seconds: float | None = None
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """What is better on paper is smaller; not for the step as written."""
+        assert self.solution is not None
+        return self.solution.seconds, self.compiled.memory.total_bytes
+
+
+def plan_of(
+    compiler: Compiler,
+    chosen: Chosen,
+    rounds: Sequence[Round],
+    *,
+    budget_bytes: int,
+    fixed_bytes: int,
+) -> Plan:
+    """The plan of a program.
+
+    Args:
+        compiler: compiled it.
+        chosen: the program.
+        rounds: every compile.
+        budget_bytes: bytes on each device.
+        fixed_bytes: those of arguments and results, which no schedule changes.
+    """
+    search, program, solution = compiler.search, compiler.program, chosen.solution
+    compiled, memory, keep_all = chosen.compiled, chosen.compiled.memory, search.keep_all
+    decisions = describe.decisions(search, solution)
+    block = compiler.block(solution)
+    simulation = search.simulator.step(block) if solution else keep_all
+    return Plan(
+        function=program.name,
+        target=compiler.target.name,
+        budget_bytes=budget_bytes,
+        predicted_bytes=chosen.predicted_bytes,
+        compiled_bytes=memory.total_bytes,
+        argument_bytes=memory.argument_bytes,
+        output_bytes=memory.output_bytes,
+        aliased_bytes=memory.alias_bytes,
+        host_bytes=memory.host_argument_bytes + memory.host_temp_bytes,
+        keep_all_predicted_bytes=fixed_bytes + keep_all.temp_bytes,
+        keep_all_compiled_bytes=compiler.keep_all().memory.total_bytes,
+        predicted_seconds=solution.seconds if solution else keep_all.seconds,
+        keep_all_seconds=keep_all.seconds,
+        decisions=decisions,
+        solver=search.ruled.solver("keep-all" if solution is None else solution.solver),
+        why=_AS_WRITTEN if solution is None else solution.why,
+        bound_seconds=None if solution is None else solution.bound_seconds,
+        measured_seconds=chosen.measured_seconds,
+        rounds=tuple(rounds),
+        fingerprint=program.fingerprint,
+        kept=tuple(_kept(solution)),
+        segments=tuple(
+            Segmented(path, splittable(search.nest)[path], counts)
+            for path, counts in sorted(solution.segments.items() if solution else ())
+        ),
+        settled=solution is not None and solution.settle,
+        hosted=tuple(
+            program.arguments[n].path for n in sorted(solution.hosted if solution else ())
+        ),
+        notes=tuple(_notes(compiler, chosen, decisions)),
+        larger=larger(compiler, solution, decisions, compiled, rounds, budget_bytes),
+        holders=describe.holders(program, search.nest, block, simulation),
+        options=tuple(sorted(_options(compiler, chosen).items())),
+        policy="" if compiler.policy is None else compiler.policy.to_json(),
+    )
+
+
+def _kept(solution: Solution | None) -> Iterator[Kept]:
+    for turn, names in sorted(solution.keep.items() if solution else ()):
+        away = solution.offload.get(turn, frozenset()) if solution else frozenset()
+        yield Kept(*turn, tuple(sorted(names)), tuple(sorted(away)), isinstance(names, StillKept))
+
+
+def _notes(compiler: Compiler, chosen: Chosen, decisions: Sequence[Decision]) -> Iterator[str]:
+    search, solution = compiler.search, chosen.solution
+    if not chosen.compiled.runs_here:
+        yield (
+            f"planned for {compiler.target.name}, which is not this machine: compiled with XLA:GPU "
+            "here, runs on the local device"
+        )
+    if solution is not None and not any(d.recomputed for d in decisions):
+        yield describe.ONLY_FUSED
+    yield from describe.in_segments(search.nest, solution.segments if solution else {})
+    yield from policed.notes(search.ruled)
+    if compiler.deadline.ran_out:
+        what = "the plan is the quickest that was found until then"
+        if solution is not None and solution.why == WHY:
+            what = "the plan is a simple answer, which takes no search"
+        yield f"the time limit of {compiler.deadline.seconds:g} s ended the search: {what}"
+    if compiler.mute:
+        yield "its callbacks were left out of the program compiled for that"
+
+
+def _options(compiler: Compiler, chosen: Chosen) -> Mapping[str, str]:
+    """What a program was compiled with."""
+    if chosen.solution is not None:
+        return compiler.options
+    written = chosen.compiled is compiler.keep_all()
+    return {} if written else memory_schedules(compiler.target)[-1]
