@@ -24,7 +24,8 @@ from jaxmem.errors import (
 
 if typing.TYPE_CHECKING:
     from jaxmem import policies
-    from jaxmem.fit import analyze, fit, plan
+    from jaxmem.beforehand import analyze, plan
+    from jaxmem.fit import fit
     from jaxmem.frontier import frontier
     from jaxmem.planner.plan import Plan
     from jaxmem.planner.report import MemoryReport
@@ -71,10 +72,10 @@ _HOMES = {
     "Plan": "jaxmem.planner.plan",
     "Target": "jaxmem.targets.target",
     "accumulate": "jaxmem.program.accumulating",
-    "analyze": "jaxmem.fit",
+    "analyze": "jaxmem.beforehand",
     "fit": "jaxmem.fit",
     "frontier": "jaxmem.frontier",
-    "plan": "jaxmem.fit",
+    "plan": "jaxmem.beforehand",
     "remat": "jaxmem.policies.apply",
 }
 _MODULES = ("policies",)

@@ -137,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    command("doctor", _doctor, "say what is installed, what works, and how to fix the rest")
+    doctor = command(
+        "doctor", _doctor, "say what is installed, what works, and how to fix the rest"
+    )
+    doctor.add_argument("--measure", action="store_true", help="measure the device's rates again")
     command("analyze", _analyze, "say where the peak of a step is and what fills it", entry)
     command("frontier", _frontier, "say what every budget would cost; nothing is compiled", entry)
     plan = command("plan", _plan, "say what to recompute so that a step fits a budget", entry)
@@ -163,7 +166,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from jaxmem.monitor.doctor import diagnose
 
     with contextlib.redirect_stdout(options.messages):
-        diagnosis = diagnose()
+        diagnosis = diagnose(measure=options.measure)
     if options.json:
         print(json.dumps(asdict(diagnosis), indent=1, sort_keys=True))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jaxmem.errors import ArgumentError
+from jaxmem.planner.deadline import Deadline, check_time_limit
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
@@ -19,13 +21,16 @@ from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.program.microbatches import standing_for
 from jaxmem.runtime import microbatches, policed, rounds
 from jaxmem.runtime.analysis import report_on
-from jaxmem.runtime.bound import BoundStep
+from jaxmem.runtime.bench import Bench, check_measure
+from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.host import host_limit
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
+from jaxmem.targets.pinned import LIMIT_VARIABLE
 from jaxmem.targets.target import Target
 from jaxmem.units import check_budget, parse_budget
 
@@ -49,6 +54,8 @@ class FittedStep:
         plan: Plan | None = None,
         host_budget: Budget = None,
         policy: Policy | None = None,
+        measure: bool = False,
+        time_limit: float | None = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         if verify not in (True, False, "full"):
@@ -59,6 +66,13 @@ class FittedStep:
                 'Plan.load("plan.json").'
             )
         policed.check_type(policy)
+        check_measure(measure, plan)
+        check_time_limit(time_limit)
+        if plan is not None and time_limit is not None:
+            raise ArgumentError(
+                "fit(plan=..., time_limit=...): a plan has decided already and nothing is "
+                "searched. Leave time_limit out."
+            )
         if plan is not None and policy is not None:
             raise ArgumentError(
                 "fit(plan=..., policy=...): a plan has decided already. Leave one of them out."
@@ -69,7 +83,7 @@ class FittedStep:
         self._caller = Caller(fun, donate_argnums, static_argnums)
         self._budget, self._wanted_target = budget, target
         self._verify, self._progress, self._given = verify, progress, plan
-        self._policy = policy
+        self._policy, self._measure, self._time_limit = policy, measure, time_limit
         check_budget(budget)
         if host_budget is not None and host_budget != 0:
             check_budget(host_budget)
@@ -125,7 +139,10 @@ class FittedStep:
         return self if instance is None else BoundStep(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s. Runs nothing."""
+        """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s.
+
+        Runs nothing, unless the step was fitted with ``measure=True``.
+        """
         return self._planned(args, kwargs)[1].plan
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -175,9 +192,11 @@ class FittedStep:
                 f"host_budget={self._host_budget!r}, and {target.name} computes in host memory: "
                 "there is nowhere to move anything. Leave host_budget out, or name a GPU."
             )
-        return parse_budget(
-            self._host_budget, target.host_bytes // target.devices_per_host, "the host's share"
-        )
+        limit, whole = host_limit(target), target.host_bytes // target.devices_per_host
+        where = "the host's share"
+        if limit < whole:
+            where = f"each device's share of pinned host memory ({LIMIT_VARIABLE} raises it)"
+        return parse_budget(self._host_budget, limit, where)
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
@@ -191,19 +210,44 @@ class FittedStep:
         if call.key not in self._outcomes:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            compiler = Compiler(traced.program, target, bool(self._verify), self._policy)
+            deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
+            compiler = Compiler(traced.program, target, bool(self._verify), self._policy, deadline)
+            bench = Bench(call, target) if self._measure else None
+            if bench is not None:
+                bench.check(traced.program)
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 if self._given is not None:
                     outcome = rounds.follow(compiler, self._given, budget_bytes, report)
                 elif traced.automatic:
                     trace = functools.partial(self._caller.trace, call)
-                    chosen = microbatches.fit(traced, trace, compiler, budget_bytes, report)
-                    self._traced[call.key], outcome = chosen
+                    self._traced[call.key], outcome = microbatches.fit(
+                        traced,
+                        trace,
+                        compiler,
+                        budget_bytes,
+                        report,
+                        host_bytes=self._host_bytes(target),
+                        bench=bench,
+                    )
                 else:
                     host_bytes = self._host_bytes(target)
-                    outcome = rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes)
+                    outcome = rounds.fit(
+                        compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench
+                    )
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
+
+
+def fitted(fun: Callable[..., Any], **settings: Any) -> FittedStep | BoundStep:
+    """``fun`` fitted with ``settings``; a step that is fitted already as it is, with its own.
+
+    Raises:
+        ArgumentError: the step is fitted already, and other settings are given.
+    """
+    if isinstance(fun, FittedStep | BoundStep):
+        refuse_settings(fun, **settings)
+        return fun
+    return FittedStep(fun, **settings)
 
 
 @overload
@@ -219,6 +263,8 @@ def fit(
     plan: Plan | None = None,
     host_budget: Budget = None,
     policy: Policy | None = None,
+    measure: bool = False,
+    time_limit: float | None = None,
 ) -> FittedStep: ...
 @overload
 def fit(
@@ -233,6 +279,8 @@ def fit(
     plan: Plan | None = None,
     host_budget: Budget = None,
     policy: Policy | None = None,
+    measure: bool = False,
+    time_limit: float | None = None,
 ) -> Callable[[Callable[..., Any]], FittedStep]: ...
 def fit(
     fun: Callable[..., Any] | None = None,
@@ -246,6 +294,8 @@ def fit(
     plan: Plan | None = None,
     host_budget: Budget = None,
     policy: Policy | None = None,
+    measure: bool = False,
+    time_limit: float | None = None,
 ) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
     """A train step that runs inside a byte budget and computes the same thing.
 
@@ -276,6 +326,15 @@ def fit(
             the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
             value is followed as it is; the rules of ``policies.planned.override(...)`` bind the
             planner, which decides about the rest.
+        measure: time the step as written, where it fits, and up to four of the programs that are
+            predicted to be quickest, simple answers among them, on the device that is here, and
+            take the quickest. They run on copies of what is donated, or on zeros where there are
+            only shapes; ``plan.rounds`` says the median of each. Such a plan may be another one
+            the next time.
+        time_limit: seconds that the planner's own search may take; compiling, tracing and timing
+            do not count. When it is over the best so far is compiled, at the least a simple
+            answer such as every block recomputed, and the plan says so in its notes. ``None``
+            searches to the end, and the same call gives the same plan.
 
     Returns:
         A callable like ``fun`` with ``.plan``, ``.place``, ``.lower`` and ``.report``.
@@ -288,10 +347,13 @@ def fit(
         VerificationError: the compiled program is not what the plan says.
         PlanMismatchError: the given plan was made for another program or other shapes.
         PolicyError: a rule of the policy matches nothing or cannot be followed.
+        ArgumentError: an option is of another kind, or ``measure`` is set for another device, a
+            step with effects, several processes, or without room for the copies.
 
     Cost:
         Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
-        trace for each number of microbatches tried. Recomputation costs what the plan predicts;
+        trace for each number of microbatches tried; with ``measure`` 7 to 27 runs of up to 5
+        programs. Recomputation costs what the plan predicts;
         a program that fits as written is left unchanged.
 
     >>> import jax, jax.numpy as jnp, jaxmem
@@ -321,111 +383,9 @@ def fit(
         "plan": plan,
         "host_budget": host_budget,
         "policy": policy,
+        "measure": measure,
+        "time_limit": time_limit,
     }
     if fun is None:
         return lambda f: FittedStep(f, **options)
     return FittedStep(fun, **options)
-
-
-def plan(
-    fun: Callable[..., Any],
-    *args: Any,
-    budget: Budget = None,
-    target: Target | str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    verify: bool = True,
-    progress: bool | Report | None = None,
-    host_budget: Budget = None,
-    policy: Policy | None = None,
-    **kwargs: Any,
-) -> Plan:
-    """The plan that :func:`fit` would follow, without running anything.
-
-    Args:
-        fun: the step, or a step that is fitted already (its own settings are then used).
-        *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
-        budget: as for :func:`fit`; ``target``, ``donate_argnums``, ``static_argnums``,
-            ``verify``, ``progress``, ``host_budget`` and ``policy`` too.
-
-    Raises:
-        BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
-
-    >>> import jax, jax.numpy as jnp, jaxmem
-    >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    >>> jaxmem.plan(jax.grad(lambda x: (x**2).sum()), x, budget="1MiB").predicted_bytes <= 2**20
-    True
-    """
-    if isinstance(fun, FittedStep | BoundStep):
-        _refuse(
-            fun,
-            budget=budget,
-            target=target,
-            donate_argnums=None if donate_argnums == () else donate_argnums,
-            static_argnums=None if static_argnums == () else static_argnums,
-            verify=None if verify is True else verify,
-            progress=progress,
-            host_budget=host_budget,
-            policy=policy,
-        )
-        return fun.plan(*args, **kwargs)
-    fitted = FittedStep(
-        fun,
-        budget=budget,
-        target=target,
-        donate_argnums=donate_argnums,
-        static_argnums=static_argnums,
-        verify=verify,
-        progress=progress,
-        host_budget=host_budget,
-        policy=policy,
-    )
-    return fitted.plan(*args, **kwargs)
-
-
-def analyze(
-    fun: Callable[..., Any],
-    *args: Any,
-    target: Target | str | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    **kwargs: Any,
-) -> MemoryReport:
-    """Where the memory peak of a step is and what fills it, without running anything.
-
-    Args:
-        fun: the step as written.
-        *args: arrays or ``jax.ShapeDtypeStruct``s; ``**kwargs`` likewise.
-        target: as for :func:`fit`; ``donate_argnums`` and ``static_argnums`` too.
-
-    >>> import jax, jax.numpy as jnp, jaxmem
-    >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    >>> report = jaxmem.analyze(jax.grad(lambda x: (x**2).sum()), x)
-    >>> report.argument_bytes, report.by_argument()
-    (32768, {'x': 32768})
-    """
-    if isinstance(fun, FittedStep | BoundStep):
-        _refuse(
-            fun,
-            target=target,
-            donate_argnums=None if donate_argnums == () else donate_argnums,
-            static_argnums=None if static_argnums == () else static_argnums,
-        )
-        return fun.report(*args, **kwargs)
-    caller = Caller(fun, donate_argnums, static_argnums)
-    where = Target.resolve(target)
-    with nnx.context((args, kwargs)):
-        program = caller.trace(caller.take(args, kwargs)).program
-    return report_on(program, where, program.block, Compiler(program, where).keep_all())
-
-
-def _refuse(step: FittedStep | BoundStep, **given: Any) -> None:
-    """A fitted step has its own settings; others given beside it must not be ignored silently."""
-    extra = [name for name, value in given.items() if value is not None]
-    if extra:
-        name = getattr(step, "__name__", "the step")
-        raise ArgumentError(
-            f"{name} is fitted already and brings its own {', '.join(extra)}. Leave "
-            f"{'it' if len(extra) == 1 else 'them'} out, or pass the plain function "
-            f"({name}.__wrapped__)."
-        )

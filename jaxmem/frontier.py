@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.errors import ArgumentError
-from jaxmem.fit import BoundStep, FittedStep, _refuse
+from jaxmem.fit import FittedStep, fitted
 from jaxmem.planner.frontier import Frontier
 from jaxmem.program import nnx
+from jaxmem.runtime.bound import BoundStep
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.frontier import POINTS, curve
 from jaxmem.runtime.progress import Report
@@ -67,26 +68,17 @@ def frontier(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ArgumentError(f"points is {points!r}: it takes a whole number of 2 or more.")
-    if isinstance(fun, FittedStep | BoundStep):
-        _refuse(
-            fun,
-            target=target,
-            donate_argnums=None if donate_argnums == () else donate_argnums,
-            static_argnums=None if static_argnums == () else static_argnums,
-            progress=progress,
-        )
-        step = fun.__func__ if isinstance(fun, BoundStep) else fun
-        args = (fun.__self__, *args) if isinstance(fun, BoundStep) else args
-    else:
-        step = FittedStep(
-            fun,
-            budget=None,
-            target=target,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            verify=True,
-            progress=progress,
-        )
+    step = fitted(
+        fun,
+        budget=None,
+        target=target,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        verify=True,
+        progress=progress,
+    )
+    if isinstance(step, BoundStep):
+        step, args = step.__func__, (step.__self__, *args)
     return _of_step(step, args, kwargs, points, compile)
 
 

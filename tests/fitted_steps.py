@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import jaxmem
+
 WIDTH = 64
 X = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
 SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
@@ -18,17 +20,23 @@ DEEP_ARGS = (jnp.eye(128) * 1.2, jnp.linspace(-1, 1, 2**17).reshape(1024, 128))
 DEEP_BUDGET = "4.5MiB"
 
 
+def tanh_chain(w, x, layers=10):
+    """The mean square of ``x`` [rows, width] after ``layers`` products with ``w``, each in tanh."""
+    for _ in range(layers):
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
 def deep(w, x):
     """A step that keeps 6.2 MiB as written."""
-
-    def loss(w):
-        y = x
-        for _ in range(10):
-            y = jnp.tanh(y @ w)
-        return (y**2).mean()
-
-    value, gradient = jax.value_and_grad(loss)(w)
+    value, gradient = jax.value_and_grad(tanh_chain)(w, x)
     return w - 0.1 * gradient, value
+
+
+def accumulated(w, x):
+    """A step whose number of microbatches the planner chooses."""
+    gradient = jaxmem.accumulate(jax.grad(functools.partial(tanh_chain, layers=6)), jaxmem.AUTO)
+    return w - gradient(w, x)
 
 
 class Counted:

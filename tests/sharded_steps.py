@@ -164,6 +164,25 @@ def fully_sharded_state() -> None:
     assert fitted(params)[0].sharding.spec == PartitionSpec("d")
 
 
+def measured() -> None:
+    """Programs are timed over all devices, on copies and on zeros laid out like the arguments."""
+    over = mesh(AxisType.Auto)
+    # Replicated arrays share a buffer with what they were made from, and these are donated.
+    ws = jax.device_put([w.copy() for w in W], NamedSharding(over, PartitionSpec()))
+    x = jax.device_put(X, NamedSharding(over, PartitionSpec("d")))
+    budget = int(0.7 * total_bytes(step, ws, x))
+    options = {"budget": budget, "donate_argnums": 0, "measure": True, "progress": False}
+    fitted = jaxmem.fit(step, **options)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in (*ws, x)]
+    for args in ((ws, x), (shapes[:-1], shapes[-1])):
+        plan = jaxmem.fit(step, **options).plan(*args)
+        times = [r.measured_seconds for r in plan.rounds if r.measured_seconds is not None]
+        assert plan.measured_seconds == min(times)
+        assert plan.compiled_bytes <= budget
+    expected = jax.jit(step)(ws, x)
+    same(expected, fitted(ws, x))
+
+
 def jitted_with_shardings() -> None:
     """The shardings a jitted step was made with are kept, and what is inside is planned."""
     over = mesh(AxisType.Auto)
@@ -205,6 +224,7 @@ CHECKS = {
     "too small": too_small_names_a_budget_that_works,
     "fully sharded": fully_sharded_state,
     "jitted with shardings": jitted_with_shardings,
+    "measured": measured,
     "another device": another_device,
     "ambient mesh": ambient_mesh,
     "keys and one device": keys_and_one_device,

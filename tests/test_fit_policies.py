@@ -7,10 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
@@ -224,94 +221,6 @@ def test_a_rule_that_changes_nothing_is_reported():
     assert not any("changes nothing" in note for note in used.notes)
 
 
-# --- modules of Linen and NNX -------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        h = nn.gelu(nn.Dense(2 * WIDTH, name="up")(nn.LayerNorm()(x)))
-        return x + nn.Dense(WIDTH, name="down")(h), None
-
-
-class Net(nn.Module):
-    scan: bool
-
-    @nn.compact
-    def __call__(self, x):
-        if self.scan:
-            stack = nn.scan(
-                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
-            return stack(name="Stack_0")(x, None)[0]
-        for _ in range(2):
-            x, _ = Block()(x, None)
-        return x
-
-
-def linen(scan: bool):
-    net = Net(scan)
-    params = net.init(jax.random.key(0), inputs())["params"]
-
-    def step(params, x):
-        loss = lambda p: (net.apply({"params": p}, x) ** 2).mean()  # noqa: E731 - a loss in place
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
-
-    return step, (params, inputs())
-
-
-@pytest.mark.parametrize(("scan", "glob"), [(False, "Block_*/up"), (True, "Stack_*/up")])
-def test_a_module_of_linen_is_found_in_loops_too(scan, glob):
-    step, args = linen(scan)
-    policy = policies.save(module=glob, primitive="dot_general")
-    fitted = jaxmem.fit(step, budget=MANY, policy=policy, progress=False)
-    products = [d for d in fitted.plan(*args).decisions if d.primitive == "dot_general"]
-    found = {(d.shape[-1], d.action) for d in products}
-    assert (2 * WIDTH, "keep") in found
-    assert (2 * WIDTH, "recompute") not in found
-    assert (WIDTH, "keep") not in found
-    assert_same(jax.jit(step)(*args), fitted(*args))
-    with pytest.raises(jaxmem.PolicyError, match=r"no module is 'Blok_\*/up'. Did you mean"):
-        jaxmem.plan(step, *args, policy=policies.save(module="Blok_*/up"), progress=False)
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(checkpoint_name(nnx.gelu(self.up(x)), "act"))
-
-
-class Stack(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(3)])
-
-    def __call__(self, x):
-        for one in self.layers:
-            x = one(x)
-        return x
-
-
-def test_nnx_objects_with_a_policy():
-    def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def fresh():
-        model = Stack(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), inputs()
-
-    fitted = jaxmem.fit(step, budget=MANY, policy=policies.save("act"), progress=False)
-    decided = fitted.plan(*fresh()).decisions
-    assert {d.checkpoint_name for d in decided if d.action == "keep"} == {"act"}
-    ours, plain = fresh(), fresh()
-    assert_same(nnx.jit(step)(*plain), fitted(*ours))
-    assert_same(nnx.state(plain[0]), nnx.state(ours[0]))
-
-
 # --- rules that bind the planner ----------------------------------------------------------------
 
 
@@ -482,7 +391,7 @@ def test_what_is_not_a_policy_of_jaxmem():
     step, _ = STEPS["scanned"]
     for policy in (jax.checkpoint_policies.dots_saveable, "dots"):
         with pytest.raises(jaxmem.ArgumentError, match=r"it takes a policy of jaxmem.policies"):
-            jaxmem.fit(step, policy=policy)  # type: ignore[arg-type]
+            jaxmem.fit(step, policy=policy)
 
 
 def test_a_plan_or_a_policy_and_the_settings_of_a_fitted_step():

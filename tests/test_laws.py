@@ -1,7 +1,8 @@
 """Every fitted step computes the same, inside its budget, with its recomputations in the program.
 
-One problem of each kind at half of keep-all on the CPU, and some at 35% on an absent H200; the
-other problems with `make test ARGS="-m slow"`. The whole cross product of problems, budgets and
+One problem of each kind at half of keep-all on the CPU, and some at 35% on an absent H200. Those
+marked wide take longest; `make test-spread`, which .ci/run uses on its second Python, leaves them
+out. The other problems are in `make test-slow`. The whole cross product of problems, budgets and
 targets is `python benchmarks/acceptance.py`.
 """
 
@@ -27,14 +28,23 @@ ON_CPU = (
 # Not "effects": JAX itself cannot compile a callback for a GPU that is not there, so there is no
 # reference; jaxmem leaves callbacks out of such programs (tests/rewrite/test_standin.py).
 ON_H200 = ("transformer_scan", "lstm", "experts", "custom_vjp", "mixed_leaves")
+# Left to one Python; what they have in particular, others of ON_CPU have in part.
+WIDE = (
+    *("transformer_dropout_unrolled", "transformer_bf16", "transformer_scan_reverse"),
+    *("transformer_scan_unroll", "transformer_scan_checkpoint", "transformer_linen"),
+    *("unet_nnx", "adversarial", "branches", "map", "lstm_nested", "graph"),
+)
+WIDE_ON_H200 = ("lstm", "experts", "custom_vjp")
 # Their activations are inside a shard_map with collectives, which is never recomputed.
 OPAQUE = ("experts", "data_parallel")
 SLOW_ON_H200 = ("transformer_unrolled", "transformer_dropout_unrolled", "unet_nnx")
 
 
-def slow_unless(names, chosen):
-    assert set(chosen) <= set(names)
-    return [n if n in chosen else pytest.param(n, marks=pytest.mark.slow) for n in names]
+def marked(names, chosen, wide):
+    """Those not chosen are slow; of those chosen, some are wide."""
+    assert set(wide) < set(chosen) <= set(names)
+    marks = {n: [pytest.mark.wide] if n in wide else [] for n in chosen}
+    return [pytest.param(n, marks=marks.get(n, [pytest.mark.slow])) for n in names]
 
 
 def check(verdict: Verdict) -> None:
@@ -45,12 +55,12 @@ def check(verdict: Verdict) -> None:
         assert verdict.compiled_bytes < verdict.keep_all_bytes
 
 
-@pytest.mark.parametrize("name", slow_unless(PROBLEMS, ON_CPU))
+@pytest.mark.parametrize("name", marked(PROBLEMS, ON_CPU, WIDE))
 def test_half_of_keep_all_on_the_cpu(name: str):
     check(judge(name, 0.5, "cpu"))
 
 
-@pytest.mark.parametrize("name", slow_unless((*ON_H200, *SLOW_ON_H200), ON_H200))
+@pytest.mark.parametrize("name", marked((*ON_H200, *SLOW_ON_H200), ON_H200, WIDE_ON_H200))
 def test_a_third_of_keep_all_on_an_absent_h200(name: str):
     check(judge(name, 0.35, "h200"))
 

@@ -48,6 +48,7 @@ WITH_PYTHON = {title for title, section in SECTIONS.items() if section.blocks("p
 OWN_TEST = {
     "jaxmem",
     "What a budget costs",
+    "Why a plan is what it is",
     "A budget that does not fit",
     "Command line",
     "Policies",
@@ -163,10 +164,10 @@ def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     commands = re.findall(r"^jaxmem (.*?)(?: +#.*)?$", "".join(section.blocks("sh")), re.MULTILINE)
     assert {command.split()[0] for command in commands} == {"doctor", "analyze", "frontier", "plan"}
     for command in commands:
-        monkeypatch.delitem(sys.modules, "train", raising=False)
+        sys.modules.pop("train", None)
         assert cli.main(shlex.split(command)) == cli.FITS, capsys.readouterr().err
         assert capsys.readouterr().out.strip()
-    monkeypatch.delitem(sys.modules, "train", raising=False)
+    sys.modules.pop("train", None)
     assert jaxmem.Plan.load(tmp_path / "plan.json").compiled_bytes > 0
 
 
@@ -185,6 +186,18 @@ def without_sizes(text: str) -> list[str]:
         held
     )
     return [first, *rest]
+
+
+def test_the_plan_that_is_shown_is_the_one_that_is_printed(monkeypatch):
+    """Sizes and seconds differ between compilers and machines."""
+    monkeypatch.setenv("COLUMNS", "96")
+    (plan,) = plans_in(run("Flax Linen"))
+    (shown,) = SECTIONS["Reading a plan"].blocks("text")
+    assert words(str(plan)) == words(shown)
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"\S*[0-9.]+(s|us|ms|MiB|KiB|%)(?!\w)|[█▏▎▍▌▋▊▉─┤▒]", "", text).split()
 
 
 def test_every_name_and_make_target_and_file_exists():

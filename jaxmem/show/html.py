@@ -54,6 +54,7 @@ def plan_html(plan: Plan) -> str:
         [
             _bars(rows.bars, rows.budget),
             _paragraph(rows.makeup, _FAINT),
+            _paragraph(rows.solver, _FAINT),
             *_grid(rows.decisions),
             *_folded(rows.rounds),
             *(_paragraph(f"note: {note}") for note in rows.notes),

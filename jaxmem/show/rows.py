@@ -19,7 +19,7 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 
 # Columns of figures: never cut, and set to the right.
 NUMERIC = frozenset(
-    "#,bytes,share,cost,limit,predicted,compiled,peak,step,time,per GiB,faster".split(",")
+    "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(",")
 )
 NAME_LIMIT = 80
 NOTE_LIMIT = 400
@@ -70,6 +70,7 @@ class PlanRows:
     budget: Bar
     bars: tuple[Bar, ...]
     makeup: str
+    solver: str
     decisions: Grid
     rounds: Grid
     notes: tuple[str, ...]
@@ -152,6 +153,8 @@ def percent_text(part: float, whole: float) -> str:
 def plan_rows(plan: Plan, top: int = 12) -> PlanRows:
     """Returns what a plan shows, with the ``top`` largest decisions."""
     verdict, tone = _plan_verdict(plan)
+    if plan.measured_seconds is not None:
+        verdict += f"; measured {format_seconds(plan.measured_seconds)} a step"
     keep_all = plan.keep_all_compiled_bytes
     bars = (
         Bar("compiled", plan.compiled_bytes),
@@ -167,6 +170,7 @@ def plan_rows(plan: Plan, top: int = 12) -> PlanRows:
         budget=Bar("budget", plan.budget_bytes),
         bars=bars,
         makeup=_makeup(plan) + (f", host {format_bytes(plan.host_bytes)}" * bool(plan.host_bytes)),
+        solver=clean(_solver(plan), NOTE_LIMIT),
         decisions=_decision_grid(plan.decisions, top),
         rounds=_round_grid(plan.rounds, plan.budget_bytes),
         notes=tuple(clean(note, NOTE_LIMIT) for note in plan.notes),
@@ -273,6 +277,17 @@ def _plan_verdict(plan: Plan) -> tuple[str, str]:
     return words, "changed" if again or plan.microbatches > 1 else "good"
 
 
+def _solver(plan: Plan) -> str:
+    """Who made the plan, why that one, and what is known of how good it is."""
+    text = f"solver: {plan.solver}"
+    text += f": {plan.why}" if plan.why else ""
+    if plan.gap is None or not math.isfinite(plan.gap):
+        return text
+    share = f"{100 * plan.gap:.1f}%"
+    close = "the optimum on paper" if share == "0.0%" else f"at most {share} from the paper optimum"
+    return f"{text}; {close} without nesting"
+
+
 def _time_change(plan: Plan) -> str:
     extra, base = plan.recompute_seconds, plan.keep_all_seconds
     if not (math.isfinite(extra) and math.isfinite(base)):
@@ -319,12 +334,15 @@ def _round_grid(rounds: Sequence[Round], budget_bytes: int) -> Grid:
             format_bytes(entry.limit_bytes),
             format_bytes(entry.predicted_bytes),
             format_bytes(entry.compiled_bytes),
+            "" if entry.measured_seconds is None else format_seconds(entry.measured_seconds),
             clean(entry.problem) or ("fits" if entry.fits else over),
         )
 
-    header = ("#", "compile", "limit", "predicted", "compiled", "outcome")
+    header = ("#", "compile", "limit", "predicted", "compiled", "measured", "outcome")
     rows = tuple(row(number, entry) for number, entry in enumerate(rounds, 1))
-    return Grid("compiles", header, (5, 1), rows)
+    if all(entry.measured_seconds is None for entry in rounds):
+        header, rows = header[:5] + header[6:], tuple(r[:5] + r[6:] for r in rows)
+    return Grid("compiles", header, (len(header) - 1, 1), rows)
 
 
 def _report_verdict(report: MemoryReport) -> tuple[str, str]:

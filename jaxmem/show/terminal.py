@@ -99,6 +99,7 @@ def plan_view(plan: Plan, width: int) -> Group:
         Text(),
         *_bars(rows.bars, width, rows.budget),
         _line(rows.makeup, "dim"),
+        _line(rows.solver, "dim"),
         *_grid(rows.decisions, width),
         *_grid(rows.rounds, width),
         *([Text(), *notes] if notes else []),

@@ -95,14 +95,16 @@ def test_a_step_that_does_not_trace_shows_its_own_line(capsys):
 
 def test_doctor(capsys, monkeypatch):
     found = doctor.diagnose()
-    monkeypatch.setattr(doctor, "diagnose", lambda: dataclasses.replace(found, problems=[]))
+    monkeypatch.setattr(doctor, "diagnose", lambda **_: dataclasses.replace(found, problems=[]))
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["jax"] == found.jax
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith(f"python         {found.python}\n")
 
     problem = doctor.Problem("no \x1b[31mGPU", "buy one")
-    monkeypatch.setattr(doctor, "diagnose", lambda: dataclasses.replace(found, problems=[problem]))
+    monkeypatch.setattr(
+        doctor, "diagnose", lambda **_: dataclasses.replace(found, problems=[problem])
+    )
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("problem: no \\x1b[31mGPU\n    fix: buy one\n")
 

@@ -44,7 +44,7 @@ def relative_error(reference: np.ndarray, output: np.ndarray) -> float:
 
 def _products_are_tf32() -> bool:
     """On a GPU float32 matrix products are, unless JAX is told otherwise."""
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore
+    asked = jax.config.jax_default_matmul_precision
     return jax.default_backend() == "gpu" and asked in (None, "default", "tensorfloat32")
 
 

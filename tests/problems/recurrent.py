@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -89,8 +91,7 @@ def make_bidirectional():
     def stack(weights, xs):
         ahead = run_lstm(weights["ahead"], xs)
         zeros = jnp.zeros(xs.shape[1:], xs.dtype)
-        back = weights["back"]
-        step = lambda c, x: lstm_cell(back, c, x)  # noqa: E731 - the scan body, as in `run_lstm`
+        step = functools.partial(lstm_cell, weights["back"])
         _, behind = jax.lax.scan(step, (zeros, zeros), xs, reverse=True)
         return layer_norm(xs + ahead + behind)
 

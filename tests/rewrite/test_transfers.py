@@ -17,6 +17,7 @@ from jaxmem.runtime import verify
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target, compile_for
 from jaxmem.targets.compiling import memory_schedules
+from tests.fitted_steps import tanh_chain
 from tests.planner.lines import program, random_keep
 from tests.problems import PROBLEMS, assert_same, pure
 from tests.problems.transformers import Form, Shape, make
@@ -189,15 +190,7 @@ def test_hosted_state_is_off_the_device():
 def test_an_offload_that_xla_dropped_is_found():
     """Without the barriers between them XLA cancels a copy with the copy back."""
 
-    def step(w, x):
-        def loss(w):
-            y = x
-            for _ in range(4):
-                y = jnp.tanh(y @ w)
-            return (y**2).sum()
-
-        return jax.value_and_grad(loss)(w)
-
+    step = jax.value_and_grad(functools.partial(tanh_chain, layers=4))
     side = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     search = Search(program(step, side, side), rates_of(H200))
     (choice,) = search.choices
@@ -219,4 +212,4 @@ def test_an_offload_that_xla_dropped_is_found():
     planned = search.simulator.step(written).host_bytes
     (problem,) = verify.not_on_host(bare, done.hlo_text(), done.memory, planned)
     assert problem.startswith(f"the compiler dropped {count} of {count} copies to host memory")
-    assert "such as that of tanh at test_transfers.py" in problem or "device_put" in problem
+    assert "such as that of tanh at fitted_steps.py" in problem or "device_put" in problem

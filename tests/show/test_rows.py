@@ -1,5 +1,6 @@
 """What is shown is right and inert before any renderer sees it."""
 
+import dataclasses
 import math
 import unicodedata
 
@@ -120,6 +121,33 @@ def test_rounds_say_why_they_were_not_taken():
     rounds = (plan().rounds[0], type(first)("search", 1, 1, 1, True, problem="undone: up"))
     outcomes = [row[-1] for row in plan_rows(plan(rounds=rounds)).rounds.rows]
     assert outcomes == ["over by 10.0GiB", "undone: up"]
+
+
+def test_what_was_measured_is_a_column_of_its_own():
+    assert "measured" not in plan_rows(plan()).rounds.header
+    first, second = plan().rounds
+    timed = type(first)(*dataclasses.astuple(second)[:-1], measured_seconds=0.0123)
+    rows = plan_rows(plan(rounds=(first, timed), measured_seconds=0.0123))
+    column = rows.rounds.header.index("measured")
+    assert [row[column] for row in rows.rounds.rows] == ["", "12.3ms"]
+    assert [row[-1] for row in rows.rounds.rows] == ["over by 10.0GiB", "fits"]
+    assert rows.verdict.endswith("(106ms a step); measured 12.3ms a step")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"why": "", "bound_seconds": None}, "solver: greedy"),
+        ({"bound_seconds": None}, "solver: greedy: a chain of 16 stages, of which 3 are distinct"),
+        ({"why": "", "bound_seconds": 0.1061}, "greedy; the optimum on paper without nesting"),
+        ({"why": "", "bound_seconds": 0.2}, "greedy; the optimum on paper without nesting"),
+        ({"bound_seconds": 0.1}, "distinct; at most 6.1% from the paper optimum without nesting"),
+        ({"why": "", "bound_seconds": 0.0}, "solver: greedy"),
+        ({"why": "", "predicted_seconds": math.inf}, "solver: greedy"),
+    ],
+)
+def test_the_solver_its_reason_and_its_bound(changes, shown):
+    assert plan_rows(plan(**changes)).solver.endswith(shown)
 
 
 def test_host_bytes_are_named_only_when_there_are_some():

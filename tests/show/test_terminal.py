@@ -27,6 +27,8 @@ recomputes 18 of 42 values, +6.1% predicted time (106ms a step)
   predicted   18.0GiB ████████████████████████████████████
   keep-all    30.0GiB ████████████████████████████████████████▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 arguments 4.0GiB, outputs 4.0GiB (4.0GiB of them reuse donated arguments)
+solver: greedy: a chain of 16 stages, of which 3 are distinct; at most 1.2% from the paper optimum
+without nesting
 
 values that live from forward to backward
    bytes  decision              cost  value        type                 source             module
