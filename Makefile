@@ -25,11 +25,12 @@ THREADS ?= 2
 TEST_ENV := NPROC=$(THREADS) OMP_NUM_THREADS=$(THREADS) OPENBLAS_NUM_THREADS=$(THREADS) \
 	PYTHONHASHSEED=0
 
-.PHONY: help demo test lint types format lock clean
+.PHONY: help demo test test-spread test-slow lint types format lock clean
 
 help:
 	@echo "make demo    train a GPT inside 60, 40 and 25% of its memory, then plan for an absent H100"
 	@echo "make test    run the tests and the examples in docstrings (ARGS='-k plan' for some of them)"
+	@echo "make test-spread  the tests without those marked wide; make test-slow: the slow ones"
 	@echo "make lint    ruff; make format applies what it can"
 	@echo "make types   pyright"
 	@echo "make lock    resolve the pinned versions anew, for the Python of $(VENV)"
@@ -40,6 +41,13 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# What .ci/run leaves to the other Python, and what no Python runs by default.
+test-spread: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not wide" $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

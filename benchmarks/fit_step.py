@@ -11,6 +11,7 @@ budget. All in one process on one device, so only ratios between rows mean somet
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -183,7 +184,8 @@ def main():
                 budget_bytes=total,
                 planning_seconds=time.perf_counter() - start,
                 predicted_seconds=plan.predicted_seconds,
-                compiles=len(plan.rounds),
+                solver=plan.solver,
+                rounds=[dataclasses.asdict(r) for r in plan.rounds],
             )
         )
     stats = jax.devices()[0].memory_stats() or {}

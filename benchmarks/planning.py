@@ -1,13 +1,17 @@
-"""How long planning takes: a program of 5,000 equations, and two GPTs of 24 layers on an H200.
+"""How long planning takes: programs of 5,000 and 13,000 equations, and GPTs on an H200.
 
-    JAX_PLATFORMS=cpu python benchmarks/planning.py [--only equations|gpt_scan|gpt_unrolled]
-        [--repeat 3] [--json OUT]
+    JAX_PLATFORMS=cpu python benchmarks/planning.py [--only ROW]... [--repeat 3] [--json OUT]
 
 The first is traced, planned at half of its temporaries and rewritten, without a compile: 10 s are
 allowed. The GPTs (d_model 2048, sequence 2048, batch 16, bfloat16, AdamW) are planned at 35% of
 the temporaries of keep-all for an H200 that is not there, compiles included: 120 s are allowed on
-two cores, and the prediction must be within 10% of what the compiler says. Exits with 1 if one of
-these is missed.
+two cores, and the prediction must be within 10% of what the compiler says.
+
+The deep GPTs (48 layers, d_model 1024) are solved at 70, 50 and 35%: 10 s are allowed for each
+once the unrolled one is traced, 3 s for the scanned one. Then they are planned: at most 6 compiles,
+the compiled peak within the budget, and 92% of it used by the unrolled one; what a loop keeps it
+keeps in every iteration, so that the scanned one has coarser choices. Exits with 1 if one of these
+is missed.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from jaxmem.planner.search import Search
 from jaxmem.program.calling import Caller
 from jaxmem.program.cost import Rates
 from jaxmem.rewrite.emit import as_function
+from jaxmem.runtime import rounds
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets import Target, compile_for
 from jaxmem.units import format_bytes
 from tests.problems import LARGE
@@ -41,6 +47,10 @@ from tests.problems.transformers import Form, Shape
 EQUATIONS, EQUATIONS_SECONDS = 5000, 10.0
 GPT_SECONDS, GPT_SHARE, GPT_RATIO = 120.0, 0.35, 0.10
 DEEP = Shape(layers=19, d_model=256, heads=4, vocab=1024, batch=8, sequence=256)
+DEEPEST = Shape(layers=48, d_model=1024, heads=16, vocab=50304, batch=16, sequence=1024)
+DEEP_SHARES = (0.70, 0.50, 0.35)
+SOLVE_SECONDS, DEEP_COMPILES = {"deep": 10.0, "deep_scan": 3.0}, 6
+DEEP_USED = {"deep": 0.92, "deep_scan": 0.0}
 TARGET = "h200"
 
 
@@ -109,6 +119,40 @@ def gpt(name: str) -> dict[str, Any]:
     }
 
 
+def deep(name: str) -> dict[str, Any]:
+    """Solve and plan a GPT of 48 layers at several shares of its temporaries."""
+    step, args = make(Form(scan=name == "deep_scan", tied=True), DEEPEST)
+    started = time.perf_counter()
+    caller = Caller(step, (0, 1))
+    program = caller.trace(caller.take(args, {})).program
+    row: dict[str, Any] = {
+        "equations": program.equations,
+        "trace_seconds": time.perf_counter() - started,
+    }
+    kept = True
+    for share in DEEP_SHARES:
+        started = time.perf_counter()
+        compiler = Compiler(program, Target(TARGET))
+        solution = compiler.search.solve(int(share * compiler.search.keep_all.temp_bytes))
+        seconds = time.perf_counter() - started
+        keep_all = compiler.keep_all().memory
+        fixed = keep_all.total_bytes - keep_all.temp_bytes
+        budget = fixed + int(share * compiler.search.keep_all.temp_bytes)
+        plan = rounds.fit(compiler, budget, lambda _: None).plan
+        used = plan.compiled_bytes / budget
+        row |= {
+            f"{share:.0%} solve_seconds": seconds,
+            f"{share:.0%} slower": solution.seconds / compiler.search.keep_all.seconds
+            if solution
+            else None,
+            f"{share:.0%} compiles": len(plan.rounds),
+            f"{share:.0%} used": used,
+        }
+        kept = kept and solution is not None and seconds <= SOLVE_SECONDS[name]
+        kept = kept and len(plan.rounds) <= DEEP_COMPILES and DEEP_USED[name] <= used <= 1
+    return row | {"kept": kept}
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as aligned text."""
     lines = []
@@ -130,6 +174,7 @@ def main() -> int:
     runs: dict[str, Callable[[int], dict[str, Any]]] = {
         "equations": equations,
         **{name: lambda _, name=name: gpt(name) for name in LARGE},
+        **{name: lambda _, name=name: deep(name) for name in SOLVE_SECONDS},
     }
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", action="append", choices=list(runs))
