@@ -13,6 +13,7 @@ from jaxmem.planner.problem import Choice, Kernel, Problem, Run
 from jaxmem.planner.problem import Turn as ProblemTurn
 from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.simulate import IN_PLACE, Simulator
+from jaxmem.planner.transfers import FEWEST_MOVED
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind
@@ -68,10 +69,17 @@ class FusedLine:
         kernel needs would be made again once before the turn and once behind it.
         """
         path, _ = main
-        keep: dict[Turn, frozenset[str]] = {main: self.kept(choice[0].keep)}
+        first = choice[0]
+        keep: dict[Turn, frozenset[str]] = {main: self.kept(first.keep | first.offload)}
         for turn in choice[1:]:
             keep[path, self.places[turn.at - 1] + 1] = StillKept(self.kept(turn.keep))
         return keep
+
+    def offload_of(self, choice: Choice, main: Turn) -> Keep:
+        """What of these kept sets crosses the main turn in host memory, if it is worth a copy."""
+        nbytes = self.problem.nbytes
+        away = self.kept(frozenset(v for v in choice[0].offload if nbytes[v] >= FEWEST_MOVED))
+        return {main: away} if away else {}
 
     def kept(self, numbers: frozenset[int]) -> frozenset[str]:
         """The kept set of values."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxmem.planner.fill import KeptSets, Solution
 from jaxmem.planner.fused import FusedLine
-from jaxmem.planner.schedule import Turn
+from jaxmem.planner.schedule import Keep, Turn
 from jaxmem.planner.solvers import milp
 from jaxmem.planner.solvers.answer import Answer, Clock, Limits
 from jaxmem.planner.solvers.auto import FEWEST_STAGES, MOST_EXACT
@@ -23,7 +23,7 @@ class LineSolver:
     Args:
         line: the line.
         turn: how its turn is called in kept sets.
-        on_paper: what a kept set needs.
+        on_paper: what a kept set needs, with some of it offloaded.
         clock: when its time is over the solvers stop at what they have.
     """
 
@@ -31,7 +31,7 @@ class LineSolver:
         self,
         line: FusedLine,
         turn: Turn,
-        on_paper: Callable[[KeptSets], Solution],
+        on_paper: Callable[[KeptSets, Keep], Solution],
         clock: Clock,
     ):
         self.line, self.turn, self._on_paper = line, turn, on_paper
@@ -52,6 +52,15 @@ class LineSolver:
             if answer is not None:
                 yield self._solution(answer, f"a chain of {answer.why}")
 
+    def offloading(self, limit_bytes: int, host_bytes: int) -> Solution | None:
+        """What the solver for chains finds if values may also wait in host memory."""
+        if len(self.blocks.stages.cuts) < FEWEST_STAGES:
+            return None
+        answer = self.blocks.solve(Limits(limit_bytes, host_bytes), self.clock)
+        if answer is None or not answer.choice[0].offload:
+            return None
+        return self._solution(answer, f"a chain of {answer.why}, and host memory")
+
     def smallest(self, limit_bytes: int) -> KeptSets | None:
         """The kept set with the smallest peak that nesting leads to, if that is below a limit."""
         if len(self.blocks.stages.cuts) < FEWEST_STAGES:
@@ -60,5 +69,6 @@ class LineSolver:
         return None if found is None else self.line.keep_of(found[0], self.turn)
 
     def _solution(self, answer: Answer, why: str) -> Solution:
-        paper = self._on_paper(self.line.keep_of(answer.choice, self.turn))
+        keep = self.line.keep_of(answer.choice, self.turn)
+        paper = self._on_paper(keep, self.line.offload_of(answer.choice, self.turn))
         return replace(paper, solver=answer.solver, why=why)

@@ -8,15 +8,16 @@ host instead; from keeping everything, what is large is moved until the rest fit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from jaxmem.planner.candidates import Candidate
 from jaxmem.planner.fill import KeptSets, Members, Solution, most
 from jaxmem.planner.schedule import Keep, Turn
+from jaxmem.planner.transfers import FEWEST_MOVED
 from jaxmem.program.ir import Program
 from jaxmem.program.loops import is_backward
 
-# Smaller arrays are not worth a copy of their own.
-_FEWEST_BYTES = 2**18
+_WHY = "values moved to host memory one by one, as long as that saves time"
 
 Evaluate = Callable[[KeptSets, Keep], Solution]
 
@@ -32,6 +33,16 @@ class Offloader:
 
     def __init__(self, groups: Mapping[str, Members], evaluate: Evaluate, host_bytes: int):
         self.groups, self.evaluate, self.host_bytes = groups, evaluate, host_bytes
+
+    def fastest(
+        self, everything: Solution, starts: Sequence[Solution], limit_bytes: int
+    ) -> Solution | None:
+        """The fastest that fits, from keeping everything and from plans that recompute."""
+        found = [self.instead_of_recomputing(start, limit_bytes) for start in starts]
+        kept = self.instead_of_keeping(everything, limit_bytes)
+        fitting = [f for f in (*found, kept) if f is not None and f.temp_bytes <= limit_bytes]
+        best = min(fitting, key=lambda f: f.cost, default=None)
+        return best and replace(best, solver="greedy offload", why=_WHY)
 
     def instead_of_recomputing(self, start: Solution, limit_bytes: int) -> Solution:
         """Move what is recomputed, the dearest per byte first, as long as that saves time."""
@@ -97,6 +108,6 @@ def hostable(program: Program) -> list[int]:
     found = [
         number
         for number, value in enumerate(program.block.inputs[first:])
-        if value not in read and first + number in places and value.nbytes >= _FEWEST_BYTES
+        if value not in read and first + number in places and value.nbytes >= FEWEST_MOVED
     ]
     return sorted(found, key=lambda n: (-program.block.inputs[first + n].nbytes, n))

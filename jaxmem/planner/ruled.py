@@ -113,6 +113,12 @@ class Ruled:
         nothing: frozenset[str] = frozenset()
         return {t: offload.get(t, nothing) | self.offload.get(t, nothing) for t in turns}
 
+    def movable(self, offload: Keep) -> Keep:
+        """What may be offloaded of what a solver would: not what the policy decides about."""
+        nothing: frozenset[str] = frozenset()
+        decided = {t: self.keep.get(t, nothing) | self.drop.get(t, nothing) for t in offload}
+        return {turn: names - decided[turn] for turn, names in offload.items()}
+
     def free(self, groups: Mapping[str, Members]) -> dict[str, Members]:
         """The groups of values that the policy leaves to the planner."""
         if self.policy is None:

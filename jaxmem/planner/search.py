@@ -324,19 +324,33 @@ class Search:
     def _propose_with_host(
         self, best: Solution | None, limit_bytes: int, host_bytes: int
     ) -> Solution | None:
-        """The fastest on paper of a plan that offloads instead of recomputing, or of keeping."""
+        """The fastest on paper of what offloads instead of recomputing, or of keeping."""
         offloader = Offloader(self.ruled.free(self.groups), self._on_paper, host_bytes)
         everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
-        found = [offloader.instead_of_keeping(self._on_paper(everything), limit_bytes)]
+        chain = self._chain_with_host(limit_bytes, host_bytes)
         # What is on its way needs room: the second start leaves some.
-        for start in (best, self._solve(int(limit_bytes * _ROOM_FOR_COPIES))):
-            if start is not None and not start.segments and not is_nested(start.keep):
-                paper = self._on_paper(start.keep)
-                found.append(offloader.instead_of_recomputing(paper, limit_bytes))
-        kept = [f for f in found if f is not None and f.temp_bytes <= limit_bytes]
-        fastest = min(kept, key=_cost, default=None)
-        why = "values moved to host memory one by one, as long as that saves time"
-        return fastest and replace(fastest, solver="greedy offload", why=why)
+        starts = [best, self._solve(int(limit_bytes * _ROOM_FOR_COPIES)), chain]
+        moved = offloader.fastest(
+            self._on_paper(everything),
+            [
+                self._on_paper(start.keep, start.offload)
+                for start in starts
+                if start is not None and not start.segments and not is_nested(start.keep)
+            ],
+            limit_bytes,
+        )
+        found = [f for f in (moved, chain) if f is not None and f.temp_bytes <= limit_bytes]
+        return min(found, key=_cost, default=None)
+
+    def _chain_with_host(self, limit_bytes: int, host_bytes: int) -> Solution | None:
+        """What the solver for chains offloads, as far as the policy allows it."""
+        if self.line is None or self.deadline.over():
+            return None
+        found = self._line_solver().offloading(limit_bytes, host_bytes)
+        if found is None:
+            return None
+        offload = self.ruled.movable(found.offload)
+        return replace(self._on_paper(found.keep, offload), solver=found.solver, why=found.why)
 
     def _solve(self, limit_bytes: int) -> Solution | None:
         """Propose, write out, and move the limit by what is then too much or too little."""

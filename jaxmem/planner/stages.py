@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from jaxmem.planner.problem import Choice, Kernel, Problem, Turn
 from jaxmem.planner.solvers import milp
 from jaxmem.planner.solvers.answer import Clock
-from jaxmem.planner.solvers.chain import Option, Stage, Visit
+from jaxmem.planner.solvers.chain import Option, Solution, Stage, Visit
 from jaxmem.planner.valleys import low_positions, valley_positions
 
 # With fewer valleys than this the forward pass is a plain chain, and any low place is a cut.
@@ -156,21 +156,32 @@ class Stages:
         """What the chain solver is told."""
         return [cut.stage for cut in self.cuts]
 
-    def choice(self, visits: Sequence[Visit]) -> Choice:
+    def choice(self, solution: Solution) -> Choice:
         """The turns that a solution of the chain stands for.
 
         What one visit holds and the visit before did not is made after the turn between them.
         """
         turns: dict[int, Turn] = {}
         before = frozenset(self.problem.droppable)
-        for number, visit in enumerate(visits):
+        for number, visit in enumerate(solution.visits):
             at = self.problem.turn if number == 0 else self.cuts[visit.stage].late[0]
             held = self._held(visit)
             if at < len(self.problem.kernels):
                 both = turns[at].keep & held if at in turns else before & held
                 turns[at] = Turn(at, both)
             before = held
-        return tuple(turns[at] for at in sorted(turns))
+        main, *inner = (turns[at] for at in sorted(turns))
+        away = self._away(solution) & main.keep
+        return (Turn(main.at, main.keep - away, away), *inner)
+
+    def _away(self, solution: Solution) -> frozenset[int]:
+        """What waits in host memory."""
+        away = [self.cuts[stage].handed for stage in solution.handed_away]
+        options = dict(solution.visits[0].kept)
+        for stage, stays in solution.kept_away.items():
+            cut = self.cuts[stage]
+            away.append(cut.options[options[stage]] - cut.options[stays] - cut.handed)
+        return frozenset[int]().union(*away)
 
     def _held(self, visit: Visit) -> frozenset[int]:
         held = set(self.cuts[visit.stage].options[visit.option])
@@ -195,12 +206,20 @@ def _options(
         Option(size, run.recompute_seconds, max(0, run.late_peak_bytes - size))
         for size, run in zip(sizes, runs, strict=True)
     )
+    movable = tuple(
+        (stays, whole)
+        for stays, whole in itertools.permutations(range(len(keeps)), 2)
+        if keeps[stays] - handed < keeps[whole] - handed
+        and (not keeps[stays] or len(keeps[whole]) == max(map(len, keeps)))
+    )
     seconds = sum(k.seconds for k in sub.kernels[: sub.turn])
+    back = sum(k.seconds for k in sub.kernels[sub.turn :])
     forward = Problem(sub.kernels[: sub.turn], sub.nbytes, sub.turn)
     running = forward.run(()).peak_bytes
     giving = (Kernel(0.0, (), given), *forward.kernels)
     passing = Problem(giving, sub.nbytes, len(giving)).run(()).peak_bytes
-    return tuple(keeps), Stage(seconds, 0, running, options, passing)
+    stage = Stage(seconds, 0, running, options, passing, back_seconds=back, movable=movable)
+    return tuple(keeps), stage
 
 
 def cut_places(problem: Problem) -> Iterator[tuple[int, frozenset[int]]]:

@@ -23,14 +23,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import ArgumentError
-from jaxmem.planner.facts import BUFFERS, Facts, kept_name
+from jaxmem.planner.facts import Facts, kept_name
 from jaxmem.planner.level import MOST_YOUNG, Level, Turns
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
-# Chosen, not measured: one copy on its link while the one before it is used.
-MOST_ON_THE_WAY = 2
+# Chosen, not measured: one copy on its link while the one before it is used. Counted in bytes, as
+# so many times the largest copy: small ones do not fill the device.
+MOST_ON_THE_WAY = 4
+# Bytes: smaller arrays are not worth a copy of their own.
+FEWEST_MOVED = 2**18
 
 
 @dataclass(frozen=True)
@@ -264,21 +267,33 @@ class TransferLevel(Level):
             self.fetched.append((value, index))
 
     def _anchor(self, index: int) -> list[Value]:
-        """The buffer made shortly before ``index`` that is read soonest from there on."""
+        """The buffer made shortly before ``index`` that is read soonest from there on.
+
+        What is dropped before it is read does not count: a copy is read instead.
+        """
         found: dict[tuple[int, int], Value] = {}
-        readers, seen = self.facts.readers, 0
+        facts, seen = self.facts, 0
         for position in range(index - 1, -1, -1):
-            if self.facts.kinds[position] not in BUFFERS:
+            buffers = [v for v in self.ops[position].outputs if facts.roots[v] == (v,)]
+            if not buffers:
                 continue
-            for value in self.ops[position].outputs:
-                reads = readers.get(value, [])
+            for value in buffers:
+                reads = facts.readers.get(value, [])
                 place = bisect.bisect_left(reads, index)
-                if place < len(reads) and value not in self.gone and value.nbytes:
+                if place < len(reads) and self._stays(value, index, reads[place]):
                     found[reads[place], -position] = value
             seen += 1
             if seen == MOST_YOUNG:
                 break
-        return [found[min(found)]] if found else []
+        soonest = [found[min(found)]] if found else []
+        return [self.again.get(v, v) for v in soonest]
+
+    def _stays(self, value: Value, index: int, read: int) -> bool:
+        """Whether what is there before ``index`` is what is read at ``read``."""
+        if value in self.gone or not value.nbytes:
+            return False
+        between = any(index <= turn <= read for turn, _, _ in self.turns)
+        return not (between and value in self.leaving)
 
     def used(self) -> Moved:
         """What was really fetched or returned; sending the rest would be for nothing."""
@@ -313,34 +328,64 @@ class TransferLevel(Level):
         after = [clock[bound] for bound in self.bounds]
         return Windows(self._landings(after, rates), self._arrivals([0.0, *after], rates))
 
+    def _start(self, index: int, earliest: int) -> int:
+        """The first operation of what is fused with ``index``, from ``earliest`` on."""
+        ends = self.facts.kernel_end
+        while index > earliest and ends[index - 1] >= index:
+            index -= 1
+        return max(index, earliest)
+
+    def _end(self, index: int) -> int:
+        """The last operation of what is fused with ``index``.
+
+        In the middle of a kernel a barrier makes the half of it that is done write out its results.
+        """
+        return self.facts.kernel_end[index]
+
     def _landings(self, after: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
         free, land = 0.0, {}
         leaving = self._leaving()
+        room = _room(leaving)
         for number, value in enumerate(leaving):
             index = self._position(value)
             free = max(after[index] if index >= 0 else 0.0, free)
             free += rates.link_seconds("send", value.nbytes)
             turns = [turn - 1 for turn, moved in self.moved.across.items() if value in moved]
-            behind = [self._position(v) for v in leaving[number + MOST_ON_THE_WAY :][:1]]
-            place = min(bisect.bisect_left(after, free), len(after) - 1, *turns, *behind)
-            place = max(place, index, 0)
+            behind = leaving[number + _together(leaving[number:], room) :][:1]
+            behind = [self._position(v) for v in behind]
+            place = self._end(min(bisect.bisect_left(after, free), len(after) - 1))
+            place = max(min([place, *turns, *behind]), index, 0)
             land[place] = (*land.get(place, ()), value)
         return land
 
     def _arrivals(self, before: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
         fetch: dict[int, tuple[Value, ...]] = {}
+        values = [value for value, _ in self.fetched]
+        room = _room(values)
         for number in range(len(self.fetched) - 1, -1, -1):
             value, index = self.fetched[number]
             start = before[-1]
-            for other, use in reversed(self.fetched[number:][:MOST_ON_THE_WAY]):
+            together = _together(values[number:], room)
+            for other, use in reversed(self.fetched[number:][:together]):
                 start = min(before[use], start) - rates.link_seconds("fetch", other.nbytes)
-            before_it = self.fetched[: max(number - MOST_ON_THE_WAY + 1, 0)][-1:]
-            passed = [turn for turn, _, _ in self.turns if turn <= index]
+            earlier = number + 1 - _together(values[number::-1], room)
+            before_it = self.fetched[:earlier][-1:]
+            passed = [t for t, _, away in self.turns if t <= index and value in away]
             earliest = max([*passed, *(use for _, use in before_it)], default=0)
-            place = max(bisect.bisect_right(before, start) - 1, earliest)
+            place = self._start(bisect.bisect_right(before, start) - 1, earliest)
             if place < index:
                 fetch[place] = (value, *fetch.get(place, ()))
         return fetch
+
+
+def _room(values: Iterable[Value]) -> int:
+    """Bytes that may be on the way at once."""
+    return MOST_ON_THE_WAY * max((v.nbytes for v in values), default=0)
+
+
+def _together(values: Iterable[Value], room: int) -> int:
+    """How many of the first ``values`` may be on the way together."""
+    return sum(total <= room for total in itertools.accumulate(v.nbytes for v in values))
 
 
 def by_result(ops: Sequence[Op], outputs: Sequence[Atom]) -> list[Op]:

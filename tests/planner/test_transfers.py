@@ -46,6 +46,7 @@ def test_a_schedule_with_transfers_computes_what_the_line_computes(line: Line, d
     written = scheduler(line, rates).schedule(keep, offload, hosting)
     assert expressions(written)[0] == expressions(line.block)[0]
     check_memories(written)
+    check_landings(written)
     assert [n for n, v in enumerate(written.inputs) if v.host] == sorted(inputs)
     assert [n for n, v in enumerate(written.outputs) if v.host] == sorted(results)
     simulation = Simulator(LINKED).step(written)
@@ -67,6 +68,16 @@ def check_memories(block: Block) -> None:
         else:
             assert not any(v.host for v in (*op.values, *op.outputs))
     assert known.issuperset(block.outputs)
+
+
+def check_landings(block: Block) -> None:
+    """What waits for a copy to the host is read: XLA drops the order with a result nobody reads."""
+    for index, op in enumerate(block.ops):
+        then = block.ops[index + 1].transfer if index + 1 < len(block.ops) else ""
+        if op.barrier and then != "fetch" and any(v.host for v in op.values):
+            read = {v for later in block.ops[index + 1 :] for v in later.values}
+            read.update(v for v in block.outputs if isinstance(v, Value))
+            assert any(v in read for v in op.outputs if not v.host)
 
 
 @given(lines(), st.data())

@@ -169,6 +169,28 @@ def test_scanned_layers_are_off_the_device():
     assert plain.temp_bytes - memory.temp_bytes >= 0.9 * before
 
 
+def test_a_chain_with_a_host_recomputes_less_and_is_as_large_as_one_without():
+    """What is sent on the way forward is on the host by the turn: 18 turns, 11 values moved."""
+    shape = Shape(6, d_model=1024, heads=8, vocab=256, batch=32, sequence=512)
+    step, args = make(Form(scan=False), shape, jnp.bfloat16)
+    search = Search(program(step, *args, donate=(0, 1)), rates_of(H200))
+    limit = int(0.3 * search.keep_all.temp_bytes)
+    without, found = search.solve(limit), search.solve(limit, 2**36)
+    assert without is not None
+    assert found is not None
+    assert found.solver == "MILP per block + chain DP"
+    assert len(found.keep) > 1, "nested recomputation and offload together"
+    assert found.seconds < without.seconds
+    more = []
+    for solution in (without, found):
+        written = search.schedule(solution)
+        done = compiled(H200, search.program, written, Hosting())
+        assert verify.not_on_host(written, done.hlo_text(), done.memory, 0) == []
+        assert done.memory.host_temp_bytes == pytest.approx(solution.host_bytes, rel=0.05)
+        more.append(done.memory.temp_bytes - solution.temp_bytes)
+    assert more[1] <= more[0] + 0.02 * limit
+
+
 def test_hosted_state_is_off_the_device():
     traced = adam(2048, 4)
     search = Search(traced, rates_of(H200))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from jaxmem.planner.problem import Choice, Problem, Run
 from jaxmem.planner.solvers.answer import Answer, Clock, Limits, best_of
+from jaxmem.planner.solvers.away import AwayTable, Host
 from jaxmem.planner.solvers.chain import ChainTable
 from jaxmem.planner.stages import Stages
 
@@ -14,12 +16,14 @@ _SLOTS = 256
 # The table knows more memory than there is: rounding up makes programs use less than they may.
 _SPARE = 1.15
 _SHARED = 1.2
+# How long links may keep the device waiting, as shares of all copies one after the other; then
+# between the best of these and the next ones.
+_WAITING = (0.0, 0.02, 0.06, 0.2, 0.5, 1.0)
+_MORE_WAITING = 2
 
 
 class Blocks:
     """The choices of a chain of blocks.
-
-    Nothing is offloaded: a chain that may use host memory is solved as if there were none.
 
     Args:
         problem: the line.
@@ -44,6 +48,8 @@ class Blocks:
         table = self._table(int(limits.device_bytes * _SPARE), clock)
         if table is not None:
             found.append(self._largest(table, limits, clock))
+            if limits.host_bytes and self.problem.d2h_bytes_per_second:
+                found.append(self._with_host(table, limits, clock))
         best = min([f for f in found if f is not None], key=_cost, default=None)
         if best is None:
             return None
@@ -79,7 +85,7 @@ class Blocks:
         return None
 
     def _largest(
-        self, table: ChainTable, limits: Limits, clock: Clock
+        self, table: ChainTable | AwayTable, limits: Limits, clock: Clock
     ) -> tuple[Choice, Run] | None:
         """The choice for the most memory of the table that stays within the limits on the line.
 
@@ -91,13 +97,39 @@ class Blocks:
         while high - low > 1 and not clock.over():
             middle = (low + high) // 2
             found = self._at(table, middle)
-            fitting = [f for f in found if limits.allow(f[1])]
+            fitting = [f for f in found if f[1].peak_bytes <= limits.device_bytes]
             if fitting or not found:
                 low = middle
-                seen += fitting
+                seen += [f for f in fitting if limits.allow(f[1])]
             else:
                 high = middle
         return min(seen, key=_cost, default=None)
+
+    def _with_host(
+        self, table: ChainTable, limits: Limits, clock: Clock
+    ) -> tuple[Choice, Run] | None:
+        """The fastest choice that may also offload, for any time that links keep it waiting."""
+        problem = self.problem
+        d2h, h2d = problem.d2h_bytes_per_second, problem.h2d_bytes_per_second
+        most = sum(problem.nbytes[v] for v in problem.droppable) * (1 / d2h + 1 / h2d)
+        found: dict[float, tuple[Choice, Run] | None] = {}
+
+        def waiting(seconds: float) -> None:
+            if seconds not in found and not clock.over():
+                host = Host(limits.host_bytes, d2h, h2d, seconds)
+                found[seconds] = self._largest(AwayTable(table, host), limits, clock)
+
+        for share in _WAITING:
+            waiting(share * most)
+        for _ in range(_MORE_WAITING):
+            known = sorted(found)
+            fitting = {w: _cost(f) for w, f in found.items() if f is not None}
+            if not fitting:
+                break
+            best = known.index(min(fitting, key=lambda w: (fitting[w], w)))
+            for low, high in itertools.pairwise(known[max(0, best - 1) : best + 2]):
+                waiting((low + high) / 2)
+        return min([f for f in found.values() if f is not None], key=_cost, default=None)
 
     def _table(self, most_bytes: int, clock: Clock) -> ChainTable | None:
         """A table for at least that many bytes; ``None`` if there is no time to fill one.
@@ -115,7 +147,7 @@ class Blocks:
             self._tables[step] = table
         return self._tables[step]
 
-    def _at(self, table: ChainTable, slots: int) -> list[tuple[Choice, Run]]:
+    def _at(self, table: ChainTable | AwayTable, slots: int) -> list[tuple[Choice, Run]]:
         """The choices for that much memory of the table, and what they need on the line.
 
         What is made again once and then held until it is not needed any more takes less time and
@@ -124,7 +156,7 @@ class Blocks:
         solution = table.solution(slots)
         if solution is None:
             return []
-        choice = self.stages.choice(solution.visits)
+        choice = self.stages.choice(solution)
         found = []
         for each in dict.fromkeys((choice, choice[:1])):
             if each not in self._runs:

@@ -11,8 +11,8 @@ where memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ class Stage:
             not held; as many as ``running_bytes`` if a stage writes over what it was handed.
         behind_bytes: what the backward passes of later stages have left in memory when its own
             runs: the gradients of their weights, until these are updated.
+        back_seconds: its backward pass, without what is made again.
+        movable: pairs of options: what the second keeps and the first does not may wait in host
+            memory.
     """
 
     seconds: float
@@ -53,6 +56,8 @@ class Stage:
     options: tuple[Option, ...]
     passing_bytes: int = 0
     behind_bytes: int = 0
+    back_seconds: float = 0.0
+    movable: tuple[tuple[int, int], ...] = ()
 
 
 class Visit(NamedTuple):
@@ -78,10 +83,14 @@ class Solution:
     Attributes:
         seconds: all runs forward together, the first one included.
         visits: the backward passes in order, last stage first.
+        handed_away: stages of which what they hand on waits in host memory.
+        kept_away: for stages of which a part of what is kept does, the option that stays.
     """
 
     seconds: float
     visits: tuple[Visit, ...]
+    handed_away: frozenset[int] = frozenset()
+    kept_away: Mapping[int, int] = field(default_factory=dict)
 
 
 # What a segment begins with: keep its first stage, run ahead and come back, or end with one stage.
@@ -113,13 +122,13 @@ class ChainTable:
         self.stages, self.slot_bytes, self.slots = stages, slot_bytes, slots
         count = len(stages)
         self.forward = np.concatenate([[0.0], np.cumsum([s.seconds for s in stages])])
-        self.handed = [self._slots_of(s.handed_bytes) for s in stages]
-        self.running = [self._slots_of(s.running_bytes) for s in stages]
+        self.handed = [self.slots_of(s.handed_bytes) for s in stages]
+        self.running = [self.slots_of(s.running_bytes) for s in stages]
         self.passing = [
-            max(running, self._slots_of(s.passing_bytes))
+            max(running, self.slots_of(s.passing_bytes))
             for running, s in zip(self.running, stages, strict=True)
         ]
-        self.behind = [self._slots_of(s.behind_bytes) for s in stages]
+        self.behind = [self.slots_of(s.behind_bytes) for s in stages]
         self.again = np.full((count, count, slots + 1), np.inf)
         self.first = np.full((count, slots + 1), np.inf)
         # The same with what is handed to the segment taken from the memory.
@@ -131,16 +140,17 @@ class ChainTable:
             for s in range(count - length + 1):
                 t = s + length - 1
                 self.again[s, t] = self._least(s, t, first=False)
-                self._again_held[s, t] = self._taking(self.again[s, t], self.handed[s - 1])
+                self._again_held[s, t] = self.taking(self.again[s, t], self.handed[s - 1])
         for s in range(count - 1, -1, -1):
             self.first[s] = self._least(s, count - 1, first=True)
-            self._first_held[s] = self._taking(self.first[s], self.handed[s - 1])
+            self._first_held[s] = self.taking(self.first[s], self.handed[s - 1])
         self.complete = True
 
-    def _slots_of(self, nbytes: int) -> int:
+    def slots_of(self, nbytes: int) -> int:
+        """How many slots that many bytes take; one more than there are if they are too many."""
         return min(-(-nbytes // self.slot_bytes), self.slots + 1)
 
-    def _taking(self, cost: np.ndarray, slots: int) -> np.ndarray:
+    def taking(self, cost: np.ndarray, slots: int) -> np.ndarray:
         """A cost with that many slots taken by something else."""
         moved = np.full(self.slots + 1, np.inf)
         if slots <= self.slots:
@@ -158,11 +168,11 @@ class ChainTable:
         stage, behind = self.stages[s], self.behind[s]
         running = self.running[s] + (0 if first else self.behind[t])
         for number, option in enumerate(stage.options):
-            kept, need = self._slots_of(option.kept_bytes), self._slots_of(option.working_bytes)
+            kept, need = self.slots_of(option.kept_bytes), self.slots_of(option.working_bytes)
             need += behind
             if s < t:
                 after = self._first_held[s + 1] if first else self._again_held[s + 1, t]
-                cost = self._taking(after, kept) + stage.seconds + option.again_seconds
+                cost = self.taking(after, kept) + stage.seconds + option.again_seconds
                 least = max(kept + need, running)
             elif first:
                 cost = np.full(self.slots + 1, float(stage.seconds + option.again_seconds))
@@ -179,10 +189,13 @@ class ChainTable:
         after = self._first_held[s + 2 : t + 1] if first else self._again_held[s + 2 : t + 1, t]
         cost = after + self.again[s, s + 1 : t]
         cost = cost + (self.forward[s + 2 : t + 1] - self.forward[s])[:, None]
-        running = np.maximum.accumulate([self.running[s], *self.passing[s + 1 : t]])[1:]
-        running = running + (0 if first else self.behind[t])
+        running = self.running_ahead(s, t) + (0 if first else self.behind[t])
         cost[np.arange(self.slots + 1)[None, :] < running[:, None]] = np.inf
         return cost
+
+    def running_ahead(self, s: int, t: int) -> np.ndarray:
+        """[t - s - 1]: the slots that running from stage s ahead to s+2, s+3, ..., t takes."""
+        return np.maximum.accumulate([self.running[s], *self.passing[s + 1 : t]])[1:]
 
     def seconds(self, slots: int | None = None) -> float:
         """The least forward work of the whole chain; infinite if there is too little memory."""
@@ -193,10 +206,10 @@ class ChainTable:
         slots = self.slots if slots is None else slots
         if not np.isfinite(self.first[0, slots]):
             return None
-        visits = self._visits(0, len(self.stages) - 1, slots, True, frozenset(), ())
+        visits = self.visits(0, len(self.stages) - 1, slots, True, frozenset(), ())
         return Solution(self.seconds(slots), tuple(visits))
 
-    def _visits(
+    def visits(
         self,
         s: int,
         t: int,
@@ -205,18 +218,19 @@ class ChainTable:
         held: frozenset[int],
         kept: tuple[tuple[int, int], ...],
     ) -> Iterator[Visit]:
+        """The backward passes of stages s..t with so many slots, what is held besides known."""
         way, number = self._way(s, t, slots, first)
         if way == _END:
             yield Visit(s, number, held, kept)
         elif way == _KEEP:
-            option = self._slots_of(self.stages[s].options[number].kept_bytes)
+            option = self.slots_of(self.stages[s].options[number].kept_bytes)
             left = slots - option - self.handed[s]
-            yield from self._visits(s + 1, t, left, first, held | {s}, (*kept, (s, number)))
+            yield from self.visits(s + 1, t, left, first, held | {s}, (*kept, (s, number)))
             yield Visit(s, number, held, kept)
         else:
             left = slots - self.handed[number - 1]
-            yield from self._visits(number, t, left, first, held | {number - 1}, kept)
-            yield from self._visits(s, number - 1, slots, False, held, kept)
+            yield from self.visits(number, t, left, first, held | {number - 1}, kept)
+            yield from self.visits(s, number - 1, slots, False, held, kept)
 
     def _way(self, s: int, t: int, slots: int, first: bool) -> tuple[str, int]:
         """How the best program of a segment begins."""

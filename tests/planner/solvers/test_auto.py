@@ -121,11 +121,6 @@ def test_a_fast_link_is_used(solver: str):
     assert moved.run.seconds < plain.run.seconds
 
 
-def test_a_chain_does_not_offload():
-    problem = linked(homogeneous(40))
-    assert auto.solve(problem, Limits(9, 10**9), "chain") == auto.solve(problem, Limits(9), "chain")
-
-
 def test_what_the_exact_solver_cannot_prove_has_a_bound():
     """Without a cut it may only know how far it is."""
     gaps = []

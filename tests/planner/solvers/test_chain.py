@@ -180,6 +180,6 @@ def test_what_fits_the_table_fits_the_line(length: int, nbytes: int):
         solution = table.solution(slots)
         if solution is not None:
             fitting += 1
-            peak_bytes = line.run(stages.choice(solution.visits)).peak_bytes
+            peak_bytes = line.run(stages.choice(solution)).peak_bytes
             assert peak_bytes <= slots + 10 + nbytes
     assert fitting
