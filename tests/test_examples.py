@@ -261,6 +261,7 @@ def quick_results(train_gpt, tmp_path_factory):
     return code, json.loads(results.read_text())
 
 
+@pytest.mark.wide
 def test_quick_example_keeps_every_budget_and_every_loss(train_gpt, quick_results):
     code, results = quick_results
     assert results["problems"] == []
@@ -275,6 +276,7 @@ def test_quick_example_keeps_every_budget_and_every_loss(train_gpt, quick_result
         assert len(run["losses"]) == len(keep_all["losses"]) == train_gpt.QUICK.steps
 
 
+@pytest.mark.wide
 def test_quick_example_plans_for_an_h100_that_is_not_there(quick_results):
     plan = quick_results[1]["absent_gpu"]
     assert plan["compiled_bytes"] <= plan["budget_bytes"] < plan["keep_all_compiled_bytes"]
@@ -282,6 +284,7 @@ def test_quick_example_plans_for_an_h100_that_is_not_there(quick_results):
     assert 14 * 2**30 < plan["argument_bytes"] < 16 * 2**30  # 1.3e9 x 12 bytes
 
 
+@pytest.mark.wide
 def test_a_step_that_trains_slightly_wrong_fails_the_example(train_gpt, monkeypatch, tmp_path):
     """A really fitted step whose parameters come out one part in a thousand off at a budget."""
     fit = jaxmem.fit

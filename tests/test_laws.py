@@ -19,7 +19,7 @@ from tests.problems.rules import DEPTH, LOG
 # One problem for each way a program can be written: every case compiles about six programs.
 ON_CPU = (
     *("transformer_scan", "transformer_unrolled", "transformer_bf16", "transformer_scan_reverse"),
-    *("transformer_scan_unroll", "transformer_dropout_unrolled", "transformer_scan_checkpoint"),
+    *("transformer_dropout_unrolled", "transformer_scan_checkpoint"),
     *("conv_linen", "unet_nnx", "lstm", "lstm_nested", "scan_many_carries", "experts"),
     *("data_parallel", "custom_vjp", "custom_jvp", "jitted", "mixed_leaves", "accumulation"),
     *("branches", "map", "adversarial", "graph", "whitening", "transformer_nnx_scan"),
@@ -27,17 +27,18 @@ ON_CPU = (
 )
 # Not "effects": JAX itself cannot compile a callback for a GPU that is not there, so there is no
 # reference; jaxmem leaves callbacks out of such programs (tests/rewrite/test_standin.py).
-ON_H200 = ("transformer_scan", "lstm", "experts", "custom_vjp", "mixed_leaves")
+ON_H200 = ("transformer_scan", "lstm", "custom_vjp", "mixed_leaves")
 # Left to one Python; what they have in particular, others of ON_CPU have in part.
 WIDE = (
     *("transformer_dropout_unrolled", "transformer_bf16", "transformer_scan_reverse"),
-    *("transformer_scan_unroll", "transformer_scan_checkpoint", "transformer_linen"),
+    *("transformer_scan_checkpoint", "transformer_linen"),
     *("unet_nnx", "adversarial", "branches", "map", "lstm_nested", "graph"),
+    *("transformer_nnx_scan", "effects"),
 )
-WIDE_ON_H200 = ("lstm", "experts", "custom_vjp")
+WIDE_ON_H200 = ("lstm", "custom_vjp", "mixed_leaves")
 # Their activations are inside a shard_map with collectives, which is never recomputed.
 OPAQUE = ("experts", "data_parallel")
-SLOW_ON_H200 = ("transformer_unrolled", "transformer_dropout_unrolled", "unet_nnx")
+SLOW_ON_H200 = ("transformer_unrolled", "transformer_dropout_unrolled", "unet_nnx", "experts")
 
 
 def marked(names, chosen, wide):
