@@ -95,19 +95,20 @@ class Offloader:
 
 
 def hostable(program: Program) -> list[int]:
-    """Argument leaves that only what follows the backward pass reads, the largest first.
+    """Argument leaves that a step gives back in the same shape, in the order they should leave.
 
-    These are an optimizer's moments: a step that gives them back in the same shape can keep them
-    in host memory between its calls and on the device only while they are updated.
+    Those that only what follows the backward pass reads come first: an optimizer's moments, which
+    need to be on the device only while they are updated. What the forward and the backward pass
+    read as well, master weights and parameters, is fetched for each of them. The largest are first
+    of either kind.
     """
     ops = program.block.ops
     last = max((index for index, op in enumerate(ops) if is_backward(op)), default=-1)
     read = {value for op in ops[: last + 1] for value in op.values}
-    first = len(program.consts)
-    places = set(program.places.values())
+    inputs, first = program.block.inputs, len(program.consts)
     found = [
-        number
-        for number, value in enumerate(program.block.inputs[first:])
-        if value not in read and first + number in places and value.nbytes >= FEWEST_MOVED
+        position - first
+        for position in set(program.places.values())
+        if position >= first and inputs[position].nbytes >= FEWEST_MOVED
     ]
-    return sorted(found, key=lambda n: (-program.block.inputs[first + n].nbytes, n))
+    return sorted(found, key=lambda n: (inputs[first + n] in read, -inputs[first + n].nbytes, n))

@@ -10,8 +10,8 @@ from jaxmem.targets.target import Target
 
 # Of a host's memory; data loading, the program itself and other processes need the rest.
 _USABLE_SHARE = 0.8
-# Numbers of hosted leaves that are tried, from the fewest that could be enough to all of them.
-_MOST_PREFIXES = 4
+# Numbers of hosted leaves that are looked at, from the fewest that could be enough to all of them.
+_MOST_PREFIXES = 16
 
 
 def host_memory(target: Target, wanted: int | None) -> int:

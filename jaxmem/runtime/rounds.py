@@ -36,6 +36,8 @@ _AIM = 0.985
 # Programs that are timed beside the step as written, and searches for them where it fits.
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
+# Of the sets of leaves to keep in host memory, those looked at to be quicker.
+_MOST_SETS = 3
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
 _FAR_OFF = 1.1
@@ -143,6 +145,7 @@ class _Rounds:
             self._in_host_memory()
         if not self.fitting:
             raise self._error("")
+        self._quicker_with_host()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -300,41 +303,97 @@ class _Rounds:
 
     def _in_host_memory(self) -> None:
         """What fits in no other way: values, then an optimizer's moments, go to the host."""
-        allowed = host_memory(self.compiler.target, self.host_bytes)
-        if not allowed or not self.search.can_offload or self.compiler.program.sharded:
+        allowed = self._allowed_on_host()
+        if not allowed:
             return
         self.report("looking for what host memory makes possible")
-        # The last one is for what an error names: the smallest program with all that helps there.
-        left = max(1, MOST_COMPILES - self.spent - len(self.rounds) - 1)
-        for hosted in prefixes(self.compiler.program, self.budget, allowed):
-            self.search.hosted = hosted
-            away = self.compiler.program.host_bytes(self.compiler.program.hosting(hosted))
-            room = self.budget - self.fixed + away
-            solution = self.search.solve(int(room / self.scale * _AIM), allowed - away)
-            if solution is None or solution.key in self.tried:
-                continue
-            self._announce(solution)
-            self._record("with host memory", room, self.compiler.attempt(solution))
-            left -= 1
-            if self.fitting or not left:
+        # What other programs compiled to says little about one with transfers.
+        self.scale = self.unscaled
+        sets = list(prefixes(self.compiler.program, self.budget, allowed))
+        first = 0
+        # The last compile is for what an error names: the smallest program with what helps there.
+        for _ in range(max(1, self._left() - 1)):
+            found = self._fewest_on_host(sets[first:], allowed)
+            if found is None:
                 break
+            skipped, solution = found
+            first += skipped
+            self._attempt_with_host(solution)
+            if self.fitting:
+                return
+        # Paper may say too much of it; an error would name this one.
+        smallest = self._smallest_hosted(allowed)
+        if smallest is not None and smallest.key not in self.tried and self._left() > 0:
+            self._attempt_with_host(smallest)
+
+    def _smallest_hosted(self, allowed: int) -> Solution | None:
+        """The smallest program on paper with as much as possible in host memory."""
+        *_, hosted = prefixes(self.compiler.program, 2**63, allowed)
+        if not hosted or not self.search.choices:
+            return None
+        self.search.hosted = hosted
+        smallest, *_ = self.search.smallest_first()
         self.search.hosted = frozenset()
+        return smallest
+
+    def _quicker_with_host(self) -> None:
+        """With host memory allowed, state that waits there may leave room for fewer repetitions."""
+        allowed = self._allowed_on_host() if self.host_bytes else 0
+        sets = [s for s in prefixes(self.compiler.program, self.budget, allowed) if s]
+        step = max(1, -(-len(sets) // _MOST_SETS))
+        found = [self._with_hosted(hosted, allowed) for hosted in sets[::-step]] if allowed else []
+        solutions = [s for s in found if s is not None and s.key not in self.tried]
+        quickest = min(solutions, key=lambda s: s.cost, default=None)
+        known = min((chosen.cost for chosen in self.fitting), default=None)
+        if quickest and known and quickest.cost < known and self._left() > 0:
+            self._attempt_with_host(quickest)
+
+    def _allowed_on_host(self) -> int:
+        """Bytes of host memory that this program may use; none if it cannot use any."""
+        if not self.search.can_offload or self.compiler.program.sharded:
+            return 0
+        return host_memory(self.compiler.target, self.host_bytes)
+
+    def _left(self) -> int:
+        return MOST_COMPILES - self.spent - len(self.rounds)
+
+    def _attempt_with_host(self, solution: Solution) -> None:
+        self._announce(solution)
+        hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
+        limit = self.budget - self.fixed + hosted
+        self._record("with host memory", limit, self.compiler.attempt(solution))
+
+    def _with_hosted(self, hosted: frozenset[int], allowed: int) -> Solution | None:
+        """The fastest program with these leaves in host memory; ``None`` if none fits."""
+        program, self.search.hosted = self.compiler.program, hosted
+        away = program.host_bytes(program.hosting(hosted))
+        room = self.budget - self.fixed + away
+        solution = self.search.solve(int(room / self.scale * _AIM), allowed - away)
+        self.search.hosted = frozenset()
+        return solution
+
+    def _fewest_on_host(
+        self, sets: Sequence[frozenset[int]], allowed: int
+    ) -> tuple[int, Solution] | None:
+        """The first of growing ``sets`` with which something new fits on paper, by bisection."""
+        low, high, found = 0, len(sets), None
+        while low < high:
+            middle = (low + high) // 2
+            solution = self._with_hosted(sets[middle], allowed)
+            if solution is None or solution.key in self.tried:
+                low = middle + 1
+            else:
+                high, found = middle, (middle, solution)
+        return found
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
-        """The smallest program with as much as possible in host memory."""
-        compiler = self.compiler
-        allowed = host_memory(compiler.target, self.host_bytes)
-        if not allowed or not self.search.can_offload or compiler.program.sharded:
+        """What the smallest program with as much as possible in host memory compiles to."""
+        allowed = self._allowed_on_host()
+        smallest = self._smallest_hosted(allowed) if allowed else None
+        if smallest is None:
             return []
-        found: list[tuple[int, Solution | None]] = []
-        for hosted in list(prefixes(compiler.program, 2**63, allowed))[-1:]:
-            self.search.hosted = hosted
-            if hosted and self.search.choices:
-                attempt = compiler.attempt(self.search.smallest())
-                if not attempt.problem:
-                    found.append((attempt.compiled.memory.total_bytes, attempt.solution))
-        self.search.hosted = frozenset()
-        return found
+        attempt = self.compiler.attempt(smallest)
+        return [] if attempt.problem else [(attempt.compiled.memory.total_bytes, smallest)]
 
     def _not_followed(self, used: int, predicted: int) -> bool:
         """Whether XLA:GPU made far more of a schedule than was predicted, for the first time."""

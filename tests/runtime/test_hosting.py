@@ -77,6 +77,18 @@ def test_placed_state_goes_round_without_planning_again(planned: jaxmem.Plan):
     assert len(fitted._outcomes) == 1
 
 
+def test_parameters_may_live_there_too(planned: jaxmem.Plan):
+    """They are fetched for the forward pass, and again behind it."""
+    leaves = tuple(f"state[{part}][{n}]" for part in range(2) for n in range(6))
+    fitted = followed(dataclasses.replace(planned, hosted=leaves))
+    expected = jax.jit(step)(*arguments())
+    state, x = fitted.place(*arguments())
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}
+    found = fitted(state, x)
+    assert_same(expected, found)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[0])} == {"pinned_host"}
+
+
 def test_state_on_the_device_is_taken_to_the_host(planned: jaxmem.Plan):
     fitted = followed(planned)
     expected = jax.jit(step)(*arguments())
@@ -96,3 +108,53 @@ def test_a_cpu_refuses_a_plan_with_host_memory(planned: jaxmem.Plan):
     here = dataclasses.replace(planned, target="cpu")
     with pytest.raises(jaxmem.JaxmemError, match="its device memory is host memory"):
         followed(here, target="cpu").plan(*arguments())
+
+
+# --- what the planner puts there -----------------------------------------------------------------
+
+LARGE = 1024
+
+
+def large():
+    """Shapes of a state of 48 MiB, 24 of them moments, and a batch of 8."""
+    leaf = jax.ShapeDtypeStruct((LARGE, LARGE), jnp.float32)
+    return ([leaf] * 6, [leaf] * 6), jax.ShapeDtypeStruct((2 * LARGE, LARGE), jnp.float32)
+
+
+def plan_large(budget: int | str, **options) -> jaxmem.Plan:
+    return jaxmem.plan(
+        step, *large(), budget=budget, target="h200", donate_argnums=0, progress=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def smallest_bytes() -> int:
+    """What an error names where not even host memory is enough."""
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
+        plan_large("20MiB")
+    return caught.value.smallest_bytes
+
+
+def test_moments_leave_first_and_no_more_than_it_takes(smallest_bytes: int):
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
+        plan_large("80MiB", host_budget=0)
+    without = caught.value.smallest_bytes
+    assert smallest_bytes < 0.85 * without
+    budget = without - 2**20
+    plan = plan_large(budget)
+    assert plan.compiled_bytes <= budget
+    assert 1 <= len(plan.hosted) < 6
+    assert all(path.startswith("state[1]") for path in plan.hosted)
+
+
+def test_where_moments_are_not_enough_parameters_follow(smallest_bytes: int):
+    """The named smallest budget works, with the whole state on the host."""
+    plan = plan_large(smallest_bytes)
+    assert plan.compiled_bytes <= smallest_bytes
+    assert len(plan.hosted) == 12
+    assert plan.host_bytes >= 48 * 2**20
+
+
+def test_a_host_without_room_for_a_leaf_is_no_help():
+    with pytest.raises(jaxmem.BudgetInfeasibleError):
+        plan_large("64MiB", host_budget="1MiB")
