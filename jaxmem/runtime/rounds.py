@@ -36,6 +36,9 @@ _AIM = 0.985
 # Programs that are timed beside the step as written, and searches for them where it fits.
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
+# Programs with values or leaves in host memory, where nothing fits without: at least two compiles
+# are left for them, the last of them for the smallest one.
+_FEWEST_WITH_HOST, _MOST_WITH_HOST = 2, 4
 # Of the sets of leaves to keep in host memory, those looked at to be quicker.
 _MOST_SETS = 3
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
@@ -263,6 +266,8 @@ class _Rounds:
         room = self.budget - self.fixed
         # One of a CPU's two trials is among the smallest programs.
         reserved = self.compiler.most_smallest - bool(self.compiler.trials)
+        if self._allowed_on_host():
+            reserved += _FEWEST_WITH_HOST
         limit, fits, too_much = int(room / self.scale * _AIM), 0, 0
         for _ in range(self.searches):
             solution = self.search.solve(limit, self.host_bytes or 0)
@@ -312,7 +317,7 @@ class _Rounds:
         sets = list(prefixes(self.compiler.program, self.budget, allowed))
         first = 0
         # The last compile is for what an error names: the smallest program with what helps there.
-        for _ in range(max(1, self._left() - 1)):
+        for _ in range(min(self._left() - 1, _MOST_WITH_HOST)):
             found = self._fewest_on_host(sets[first:], allowed)
             if found is None:
                 break

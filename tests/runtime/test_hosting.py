@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.runtime.rounds import MOST_COMPILES
 from tests.problems import assert_same
 
 WIDTH, ROWS = 128, 1024
@@ -135,6 +136,18 @@ def smallest_bytes() -> int:
     return caught.value.smallest_bytes
 
 
+@pytest.mark.parametrize(("budget", "host"), [("20MiB", None), ("85MiB", None), ("99MiB", "1MiB")])
+def test_the_host_takes_no_more_compiles_than_a_plan_may(budget, host, compiles):
+    """Arguments alone too large, nothing that fits, and a host without room for a leaf."""
+    try:
+        plan = plan_large(budget, host_budget=host)
+    except jaxmem.BudgetInfeasibleError:
+        assert budget != "85MiB"
+    else:
+        assert len(compiles) <= len(plan.rounds)
+    assert len(compiles) <= MOST_COMPILES
+
+
 def test_moments_leave_first_and_no_more_than_it_takes(smallest_bytes: int):
     with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
         plan_large("80MiB", host_budget=0)
@@ -153,8 +166,3 @@ def test_where_moments_are_not_enough_parameters_follow(smallest_bytes: int):
     assert plan.compiled_bytes <= smallest_bytes
     assert len(plan.hosted) == 12
     assert plan.host_bytes >= 48 * 2**20
-
-
-def test_a_host_without_room_for_a_leaf_is_no_help():
-    with pytest.raises(jaxmem.BudgetInfeasibleError):
-        plan_large("64MiB", host_budget="1MiB")

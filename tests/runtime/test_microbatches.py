@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem.runtime import compiler, microbatches
+from jaxmem.runtime import microbatches
 from jaxmem.runtime.rounds import MOST_COMPILES
 from tests.laws import total_bytes
 from tests.problems import assert_same
@@ -165,19 +165,6 @@ def test_all_numbers_together_compile_no_more_than_a_plan_may(percent, aim, comp
         assert plan.compiled_bytes in [r.compiled_bytes for r in plan.rounds if not r.problem]
         assert len(compiles) <= len(plan.rounds) <= MOST_COMPILES
     assert 2 <= len(compiles) <= MOST_COMPILES
-
-
-@pytest.fixture
-def compiles(monkeypatch) -> list[str]:
-    """The names of the targets that programs are compiled for in a test, in order."""
-    found, real = [], compiler.compile_for
-
-    def counted(target, *args, **options):
-        found.append(target.name)
-        return real(target, *args, **options)
-
-    monkeypatch.setattr(compiler, "compile_for", counted)
-    return found
 
 
 def test_two_uses_share_a_number():
