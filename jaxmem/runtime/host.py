@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Sequence
 
+from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
-from jaxmem.program.ir import Program
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets.target import Target
 
 # Of a host's memory; data loading, the program itself and other processes need the rest.
 _USABLE_SHARE = 0.8
-# Numbers of hosted leaves that are looked at, from the fewest that could be enough to all of them.
-_MOST_PREFIXES = 16
+# Numbers of hosted leaves that are looked at, from the fewest that could be enough to all of them;
+# and of those the ones that are compared for speed.
+_MOST_SETS, _MOST_COMPARED = 16, 3
 
 
 def host_memory(target: Target, wanted: int | None) -> int:
@@ -27,21 +30,86 @@ def host_limit(target: Target) -> int:
     return min(target.host_bytes, target.pinned_host_bytes) // max(1, target.devices_per_host)
 
 
-def prefixes(program: Program, budget_bytes: int, allowed: int) -> Iterator[frozenset[int]]:
-    """Sets of argument leaves to host, the smallest that could be enough first.
+class OnHost:
+    """Finds programs of which values and argument leaves are in host memory.
 
-    Values alone come first where arguments and results fit on the device.
+    Args:
+        compiler: of the step.
+        host_bytes: host memory that plans may use; ``None`` stands for what the host has.
+
+    Attributes:
+        allowed: bytes that may be used; 0 where the step cannot use any.
     """
-    if program.fixed_bytes <= budget_bytes:
-        yield frozenset()
-    leaves, first = hostable(program), len(program.consts)
-    bytes_of = [program.block.inputs[first + n].nbytes for n in leaves]
-    enough = []
-    for count in range(1, len(leaves) + 1):
-        away = sum(bytes_of[:count])
-        if away <= allowed and program.fixed_bytes - away < budget_bytes:
-            enough.append(count)
-    step = max(1, -(-(len(enough) - 1) // (_MOST_PREFIXES - 1)))
-    chosen = dict.fromkeys([*enough[::step], *enough[-1:]])
-    for count in chosen:
-        yield frozenset(leaves[:count])
+
+    def __init__(self, compiler: Compiler, host_bytes: int | None):
+        self.compiler, self.program, self.search = compiler, compiler.program, compiler.search
+        possible = self.search.can_offload and not self.program.sharded
+        self.allowed = host_memory(compiler.target, host_bytes) if possible else 0
+
+    def sets(self, budget_bytes: int) -> list[frozenset[int]]:
+        """Growing sets of leaves to host, from the smallest that could be enough.
+
+        Values alone come first where arguments and results fit on the device.
+        """
+        program, leaves = self.program, hostable(self.program)
+        first = len(program.consts)
+        away = itertools.accumulate(program.block.inputs[first + n].nbytes for n in leaves)
+        enough = [
+            count
+            for count, nbytes in enumerate(away, 1)
+            if nbytes <= self.allowed and program.fixed_bytes - nbytes < budget_bytes
+        ]
+        step = max(1, -(-(len(enough) - 1) // (_MOST_SETS - 1)))
+        chosen = dict.fromkeys([*enough[::step], *enough[-1:]])
+        found = [frozenset(leaves[:count]) for count in chosen]
+        return [frozenset[int](), *found] if program.fixed_bytes <= budget_bytes else found
+
+    def solved(self, hosted: frozenset[int], room: Callable[[int], int]) -> Solution | None:
+        """The fastest program with these leaves in host memory; ``None`` if none fits.
+
+        Args:
+            hosted: the leaves.
+            room: temporary bytes that there are with so many bytes away.
+        """
+        away = self.program.host_bytes(self.program.hosting(hosted))
+        self.search.hosted = hosted
+        solution = self.search.solve(room(away), self.allowed - away)
+        self.search.hosted = frozenset()
+        return solution
+
+    def fewest(
+        self,
+        sets: Sequence[frozenset[int]],
+        room: Callable[[int], int],
+        tried: Collection[frozenset],
+    ) -> tuple[int, Solution] | None:
+        """The first of growing ``sets`` with which something new fits on paper, by bisection."""
+        low, high, found = 0, len(sets), None
+        while low < high:
+            middle = (low + high) // 2
+            solution = self.solved(sets[middle], room)
+            if solution is None or solution.key in tried:
+                low = middle + 1
+            else:
+                high, found = middle, (middle, solution)
+        return found
+
+    def quickest(
+        self, budget_bytes: int, room: Callable[[int], int], tried: Collection[frozenset]
+    ) -> Solution | None:
+        """The fastest new program with leaves in host memory, of a few numbers of leaves."""
+        sets = [hosted for hosted in self.sets(budget_bytes) if hosted]
+        step = max(1, -(-len(sets) // _MOST_COMPARED))
+        solutions = [self.solved(hosted, room) for hosted in sets[::-step]]
+        new = [s for s in solutions if s is not None and s.key not in tried]
+        return min(new, key=lambda s: s.cost, default=None)
+
+    def smallest(self) -> Solution | None:
+        """The smallest program on paper with as much as possible in host memory."""
+        most = self.sets(2**63)[-1]
+        if not most or not self.search.choices:
+            return None
+        self.search.hosted = most
+        smallest = self.search.smallest_first()[0]
+        self.search.hosted = frozenset()
+        return smallest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.following import decisions_of
-from jaxmem.runtime.host import host_memory, prefixes
+from jaxmem.runtime.host import OnHost
 from jaxmem.runtime.planned import Chosen, plan_of
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.compiling import (
@@ -39,8 +40,6 @@ _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: at least two compiles
 # are left for them, the last of them for the smallest one.
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 2, 4
-# Of the sets of leaves to keep in host memory, those looked at to be quicker.
-_MOST_SETS = 3
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
 _FAR_OFF = 1.1
@@ -121,6 +120,11 @@ class _Rounds:
         self.noted: dict[int, int] = {}
         self.scale = self.unscaled = 1.0
         self.fixed = compiler.program.fixed_bytes
+
+    @functools.cached_property
+    def host(self) -> OnHost:
+        """What may be in host memory."""
+        return OnHost(self.compiler, self.host_bytes)
 
     def run(self) -> Outcome:
         # The same way whatever was planned before: a budget that was seen to work works again.
@@ -266,7 +270,7 @@ class _Rounds:
         room = self.budget - self.fixed
         # One of a CPU's two trials is among the smallest programs.
         reserved = self.compiler.most_smallest - bool(self.compiler.trials)
-        if self._allowed_on_host():
+        if self.host.allowed:
             reserved += _FEWEST_WITH_HOST
         limit, fits, too_much = int(room / self.scale * _AIM), 0, 0
         for _ in range(self.searches):
@@ -308,17 +312,17 @@ class _Rounds:
 
     def _in_host_memory(self) -> None:
         """What fits in no other way: values, then an optimizer's moments, go to the host."""
-        allowed = self._allowed_on_host()
-        if not allowed:
+        host = self.host
+        if not host.allowed:
             return
         self.report("looking for what host memory makes possible")
         # What other programs compiled to says little about one with transfers.
         self.scale = self.unscaled
-        sets = list(prefixes(self.compiler.program, self.budget, allowed))
+        sets = host.sets(self.budget)
         first = 0
         # The last compile is for what an error names: the smallest program with what helps there.
         for _ in range(min(self._left() - 1, _MOST_WITH_HOST)):
-            found = self._fewest_on_host(sets[first:], allowed)
+            found = host.fewest(sets[first:], self._room, self.tried)
             if found is None:
                 break
             skipped, solution = found
@@ -327,37 +331,22 @@ class _Rounds:
             if self.fitting:
                 return
         # Paper may say too much of it; an error would name this one.
-        smallest = self._smallest_hosted(allowed)
+        smallest = host.smallest()
         if smallest is not None and smallest.key not in self.tried and self._left() > 0:
             self._attempt_with_host(smallest)
 
-    def _smallest_hosted(self, allowed: int) -> Solution | None:
-        """The smallest program on paper with as much as possible in host memory."""
-        *_, hosted = prefixes(self.compiler.program, 2**63, allowed)
-        if not hosted or not self.search.choices:
-            return None
-        self.search.hosted = hosted
-        smallest, *_ = self.search.smallest_first()
-        self.search.hosted = frozenset()
-        return smallest
-
     def _quicker_with_host(self) -> None:
         """With host memory allowed, state that waits there may leave room for fewer repetitions."""
-        allowed = self._allowed_on_host() if self.host_bytes else 0
-        sets = [s for s in prefixes(self.compiler.program, self.budget, allowed) if s]
-        step = max(1, -(-len(sets) // _MOST_SETS))
-        found = [self._with_hosted(hosted, allowed) for hosted in sets[::-step]] if allowed else []
-        solutions = [s for s in found if s is not None and s.key not in self.tried]
-        quickest = min(solutions, key=lambda s: s.cost, default=None)
-        known = min((chosen.cost for chosen in self.fitting), default=None)
-        if quickest and known and quickest.cost < known and self._left() > 0:
+        if not self.host_bytes or not self.host.allowed or not self.fitting:
+            return
+        quickest = self.host.quickest(self.budget, self._room, self.tried)
+        least = min(chosen.cost for chosen in self.fitting)
+        if quickest is not None and quickest.cost < least and self._left() > 0:
             self._attempt_with_host(quickest)
 
-    def _allowed_on_host(self) -> int:
-        """Bytes of host memory that this program may use; none if it cannot use any."""
-        if not self.search.can_offload or self.compiler.program.sharded:
-            return 0
-        return host_memory(self.compiler.target, self.host_bytes)
+    def _room(self, away: int) -> int:
+        """Predicted temporaries that fit beside what is left with so many bytes away."""
+        return int((self.budget - self.fixed + away) / self.scale * _AIM)
 
     def _left(self) -> int:
         return MOST_COMPILES - self.spent - len(self.rounds)
@@ -368,33 +357,9 @@ class _Rounds:
         limit = self.budget - self.fixed + hosted
         self._record("with host memory", limit, self.compiler.attempt(solution))
 
-    def _with_hosted(self, hosted: frozenset[int], allowed: int) -> Solution | None:
-        """The fastest program with these leaves in host memory; ``None`` if none fits."""
-        program, self.search.hosted = self.compiler.program, hosted
-        away = program.host_bytes(program.hosting(hosted))
-        room = self.budget - self.fixed + away
-        solution = self.search.solve(int(room / self.scale * _AIM), allowed - away)
-        self.search.hosted = frozenset()
-        return solution
-
-    def _fewest_on_host(
-        self, sets: Sequence[frozenset[int]], allowed: int
-    ) -> tuple[int, Solution] | None:
-        """The first of growing ``sets`` with which something new fits on paper, by bisection."""
-        low, high, found = 0, len(sets), None
-        while low < high:
-            middle = (low + high) // 2
-            solution = self._with_hosted(sets[middle], allowed)
-            if solution is None or solution.key in self.tried:
-                low = middle + 1
-            else:
-                high, found = middle, (middle, solution)
-        return found
-
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest program with as much as possible in host memory compiles to."""
-        allowed = self._allowed_on_host()
-        smallest = self._smallest_hosted(allowed) if allowed else None
+        smallest = self.host.smallest() if self.host.allowed else None
         if smallest is None:
             return []
         attempt = self.compiler.attempt(smallest)
