@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from jaxmem.errors import ArgumentError
+from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.deadline import Deadline, check_time_limit
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
@@ -24,15 +24,14 @@ from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.bench import Bench, check_measure
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import host_limit
+from jaxmem.runtime.host import check_host_budget, parse_host_budget
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
-from jaxmem.targets.pinned import LIMIT_VARIABLE
 from jaxmem.targets.target import Target
-from jaxmem.units import check_budget, parse_budget
+from jaxmem.units import check_budget, format_bytes, parse_budget
 
 Budget = int | str | None
 Verify = bool | Literal["full"]
@@ -85,8 +84,7 @@ class FittedStep:
         self._verify, self._progress, self._given = verify, progress, plan
         self._policy, self._measure, self._time_limit = policy, measure, time_limit
         check_budget(budget)
-        if host_budget is not None and host_budget != 0:
-            check_budget(host_budget)
+        check_host_budget(host_budget)
         self._host_budget = host_budget
         if target is not None:
             Target.resolve(target)
@@ -192,11 +190,17 @@ class FittedStep:
                 f"host_budget={self._host_budget!r}, and {target.name} computes in host memory: "
                 "there is nowhere to move anything. Leave host_budget out, or name a GPU."
             )
-        limit, whole = host_limit(target), target.host_bytes // target.devices_per_host
-        where = "the host's share"
-        if limit < whole:
-            where = f"each device's share of pinned host memory ({LIMIT_VARIABLE} raises it)"
-        return parse_budget(self._host_budget, limit, where)
+        return parse_host_budget(self._host_budget, target)
+
+    def _check_host(self, plan: Plan, target: Target) -> None:
+        """Check that a plan that is followed keeps no more in host memory than was allowed."""
+        allowed = self._host_bytes(target)
+        if allowed is not None and plan.host_bytes > allowed:
+            raise PlanMismatchError(
+                f"the plan for {plan.function} keeps {format_bytes(plan.host_bytes)} in host "
+                f"memory, and host_budget={self._host_budget!r} allows {format_bytes(allowed)}. "
+                "Leave host_budget out to follow the plan, or plan again with it."
+            )
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
@@ -217,6 +221,7 @@ class FittedStep:
                 bench.check(traced.program)
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 if self._given is not None:
+                    self._check_host(self._given, target)
                     outcome = rounds.follow(compiler, self._given, budget_bytes, report)
                 elif traced.automatic:
                     trace = functools.partial(self._caller.trace, call)

@@ -69,7 +69,7 @@ def parse_budget(
     >>> parse_budget("80%", 10_000), parse_budget(None, 10_000)
     (8000, 10000)
     """
-    nbytes = _parse_budget(budget, device_bytes)
+    nbytes = budget_bytes(budget, device_bytes)
     if nbytes > device_bytes:
         raise BudgetError(
             f"budget={budget!r} ({format_bytes(nbytes)}) is more than {device} has: "
@@ -87,7 +87,7 @@ def check_budget(budget: str | SupportsIndex | float | None) -> None:
 
     >>> check_budget("80%")
     """
-    _parse_budget(budget, sys.maxsize)
+    budget_bytes(budget, sys.maxsize)
 
 
 def format_bytes(nbytes: float) -> str:
@@ -136,7 +136,15 @@ def format_seconds(seconds: float) -> str:
     return "0s" if seconds == 0 else f"{seconds * 1e9:.0f}ns"
 
 
-def _parse_budget(budget: str | SupportsIndex | float | None, device_bytes: int) -> int:
+def budget_bytes(budget: str | SupportsIndex | float | None, device_bytes: int) -> int:
+    """Returns a budget as a number of bytes, which may be more than the device has.
+
+    Raises:
+        BudgetError: the budget cannot be understood, or is not at least one byte.
+
+    >>> budget_bytes("200%", 10_000)
+    20000
+    """
     if budget is None:
         return device_bytes
     percent = _PERCENT.fullmatch(budget.strip()) if isinstance(budget, str) else None

@@ -107,12 +107,12 @@ def _differs(moved: Moved) -> bool:
     a, b = moved.before, moved.after
     if a is None or b is None:
         return True
-    return (a.action, a.recomputed, a.again, a.nbytes) != (
-        b.action,
-        b.recomputed,
-        b.again,
-        b.nbytes,
-    )
+    return _decided(a) != _decided(b)
+
+
+def _decided(decision: Decision) -> tuple:
+    d = decision
+    return d.action, d.recomputed, d.again, d.offloaded, d.nbytes
 
 
 def _pairs(

@@ -186,8 +186,8 @@ def _why(plan: Plan, decision: Decision) -> str:
     dearest = dearest_recomputed(plan)
     if decision.action == "offload":
         return (
-            f"in host memory from the forward to the backward pass: device memory is for what is "
-            f"read sooner, and making it again would cost {cost}"
+            f"{_some_of(decision)}in host memory from the forward to the backward pass: device "
+            f"memory is for what is read sooner, and making it again would cost {cost}"
         )
     if dearest is None:
         return f"kept: nothing is recomputed (it would cost {cost})"
@@ -210,11 +210,12 @@ def _why_recomputed(plan: Plan, decision: Decision) -> str:
     if not decision.seconds_per_byte:
         return "recomputed: it is part of the kernels that read it and costs next to nothing"
     if decision.recomputed < decision.count:
-        kept = decision.count - decision.recomputed
+        kept = decision.count - decision.recomputed - decision.offloaded
+        away = f", {decision.offloaded} wait in host memory" if decision.offloaded else ""
         return (
             f"recomputed in {decision.recomputed} of {decision.count}: the budget has room for "
-            f"{kept}, and a GiB of them costs {format_seconds(decision.seconds_per_byte * GIB)} to "
-            "make again"
+            f"{kept}{away}, and a GiB of them costs "
+            f"{format_seconds(decision.seconds_per_byte * GIB)} to make again"
         )
     kept = [d for d in plan.decisions if not d.recomputed and d.seconds_per_byte]
     cheapest = min(kept, key=lambda d: (d.seconds_per_byte, d.key), default=None)
@@ -224,6 +225,11 @@ def _why_recomputed(plan: Plan, decision: Decision) -> str:
         f"recomputed: making it again costs {cost}, no more than anything that is kept "
         f"({cheapest.label}, {_rate(cheapest.seconds_per_byte)})"
     )
+
+
+def _some_of(decision: Decision) -> str:
+    whole = decision.offloaded == decision.count
+    return "" if whole else f"{decision.offloaded} of {decision.count} "
 
 
 def _rate(seconds_per_byte: float) -> str:

@@ -29,10 +29,18 @@ class Offloader:
         groups: values that are equal in repeated layers.
         evaluate: what kept and offloaded sets need.
         host_bytes: how much host memory there is.
+        over: says that there is no time left; what was found until then is the answer.
     """
 
-    def __init__(self, groups: Mapping[str, Members], evaluate: Evaluate, host_bytes: int):
+    def __init__(
+        self,
+        groups: Mapping[str, Members],
+        evaluate: Evaluate,
+        host_bytes: int,
+        over: Callable[[], bool] = lambda: False,
+    ):
         self.groups, self.evaluate, self.host_bytes = groups, evaluate, host_bytes
+        self.over = over
 
     def fastest(
         self, everything: Solution, starts: Sequence[Solution], limit_bytes: int
@@ -49,6 +57,8 @@ class Offloader:
         best = start
         for members in self._by_worth():
             left = [(t, c) for t, c in members if c.name not in best.keep[t]]
+            if self.over():
+                break
             best = self._move(best, left, limit_bytes) or best
         return best
 
@@ -56,7 +66,7 @@ class Offloader:
         """Move what is kept, the cheapest to lose first, until the rest fits."""
         best = start
         for members in sorted(self._by_worth(), key=lambda m: -sum(c.nbytes for _, c in m)):
-            if best.temp_bytes <= limit_bytes:
+            if best.temp_bytes <= limit_bytes or self.over():
                 break
             moved = self._moved(best, members)
             if moved.temp_bytes < best.temp_bytes and moved.host_bytes <= self.host_bytes:

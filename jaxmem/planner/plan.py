@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
     from jaxmem.planner.explain import Explanation
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -42,6 +42,7 @@ class Decision:
         feeds: how many operations that run again read one of these values where it is kept.
         modules: the module path of each value; empty where all have that of ``module``.
         again: which of them are recomputed, by their numbers in program order.
+        offloaded: how many of the others wait in host memory.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Decision:
     feeds: int = 0
     modules: tuple[str, ...] = ()
     again: tuple[int, ...] = ()
+    offloaded: int = 0
 
     @property
     def label(self) -> str:
@@ -356,5 +358,9 @@ def _wrong_in(decision: Decision) -> Iterator[tuple[str, str]]:
         yield "action", f"what recomputing {again} values is called"
     if decision.again and (len(set(decision.again)) != again or max(decision.again) >= count):
         yield "again", f"{again} different numbers below {count}"
+    if not 0 <= decision.offloaded <= count - again:
+        yield "offloaded", f"from 0 to {count - again}"
+    elif not again and (decision.action == "offload") != bool(decision.offloaded):
+        yield "action", f"what offloading {decision.offloaded} values is called"
     if len(decision.modules) not in (0, count):
         yield "modules", f"a list of {count}"

@@ -140,16 +140,17 @@ class Ruled:
 
 def unread(ruled: Ruled, written: Block) -> Offloaded | None:
     """The first rule of which a schedule sends nothing to the host; ``None`` if there is none."""
-    sent = set(_sent(written))
+    sent = set(sent_keys(written))
     return next((o for o in ruled.offloads if sent.isdisjoint(o.keys)), None)
 
 
-def _sent(block: Block) -> Iterable[str]:
+def sent_keys(block: Block) -> Iterable[str]:
+    """The keys of the values that a schedule sends to the host, in its loops too."""
     for op in block.ops:
         if op.transfer == "send":
             yield str(op.outputs[0].key).removesuffix(".host")
         if op.loop is not None:
-            yield from _sent(op.loop.body)
+            yield from sent_keys(op.loop.body)
 
 
 def ruled_by(

@@ -9,8 +9,6 @@ then written out and simulated as it would be emitted, and only that counts.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,6 +26,7 @@ from jaxmem.planner.schedule import Keep, Scheduler, is_nested
 from jaxmem.planner.segments import Segments
 from jaxmem.planner.simple import WHY, simple_keeps
 from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.uncollected import uncollected
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
@@ -62,18 +61,6 @@ _ROOM_FOR_COPIES = 0.9
 # Relative: up to this the seconds of a line and of the program written out are the same.
 _SAME = 1e-6
 _WHY_POLICY = "the policy decides about every value"
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile: schedules are many objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Search:
@@ -298,7 +285,7 @@ class Search:
         """
         if limit_bytes <= 0:
             return None
-        with _uncollected(), self.deadline.running():
+        with uncollected(), self.deadline.running():
             best = self._solve(limit_bytes)
             if host_bytes and self.can_offload:
                 best = self._with_host(best, limit_bytes, host_bytes)
@@ -311,9 +298,9 @@ class Search:
     ) -> Solution | None:
         """``best``, or what is faster with values in host memory."""
         aim = limit_bytes
-        for _ in range(_MOST_CORRECTIONS):
+        for _ in range(0 if self.deadline.over() else _MOST_CORRECTIONS):
             proposal = self._propose_with_host(best, aim, host_bytes)
-            if proposal is None or not proposal.offload:
+            if proposal is None or not proposal.offload or self.deadline.over():
                 return best
             judged = self.judged(proposal)
             if judged.temp_bytes <= limit_bytes and judged.host_bytes <= host_bytes:
@@ -325,11 +312,14 @@ class Search:
         self, best: Solution | None, limit_bytes: int, host_bytes: int
     ) -> Solution | None:
         """The fastest on paper of what offloads instead of recomputing, or of keeping."""
-        offloader = Offloader(self.ruled.free(self.groups), self._on_paper, host_bytes)
+        groups, over = self.ruled.free(self.groups), self.deadline.over
+        offloader = Offloader(groups, self._on_paper, host_bytes, over)
         everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
         chain = self._chain_with_host(limit_bytes, host_bytes)
         # What is on its way needs room: the second start leaves some.
-        starts = [best, self._solve(int(limit_bytes * _ROOM_FOR_COPIES)), chain]
+        starts = [best, chain]
+        if not over():
+            starts.append(self._solve(int(limit_bytes * _ROOM_FOR_COPIES)))
         moved = offloader.fastest(
             self._on_paper(everything),
             [

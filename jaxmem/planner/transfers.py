@@ -318,7 +318,7 @@ class TransferLevel(Level):
         Copies to the host follow each other in program order, each from when its value is made;
         copies back end when they are needed and start as late as that allows. None crosses its
         turn, whatever time that costs. Where a link is slower than the computation it is busy all
-        the time with two copies on the way, and more would only fill the device.
+        the time with a few copies on the way, and more would only fill the device.
 
         Args:
             seconds: of each operation that was written out.

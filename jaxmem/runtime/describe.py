@@ -10,6 +10,7 @@ from jaxmem.errors import Holder
 from jaxmem.planner.candidates import Candidate
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.plan import Decision
+from jaxmem.planner.ruled import sent_keys
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution
 from jaxmem.planner.segments import Segments
@@ -37,7 +38,9 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     paired = {
         id(inner.block.ops[pair.forward]) for inner in search.nest.walk() for pair, _ in inner.pairs
     }
-    ran = set(_run_again(search.schedule(solution))) if solution else set()
+    written = search.schedule(solution) if solution else None
+    ran = set(_run_again(written)) if written else set()
+    sent = set(sent_keys(written)) if written else set()
     feeds = _feeds(search, solution, ran) if solution else {}
     found = []
     for everything in search.groups.values():
@@ -69,15 +72,23 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
                 if solution and _made_again(solution, t, c.name)
             ),
         )
-        if (
-            not again
-            and solution
-            and any(c.name in solution.offload.get(t, ()) for t, c in members)
-        ):
-            decision = replace(decision, action="offload")
+        away = [c for t, c in members if solution and _is_away(solution, t, c, sent)]
+        if away:
+            action = decision.action if again else "offload"
+            decision = replace(decision, action=action, offloaded=len(away))
         found.append(decision)
     found += _fused_residuals(search, solution, names)
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
+
+
+def _is_away(solution: Solution, turn: Turn, candidate: Candidate, sent: Set[str]) -> bool:
+    """Whether a value waits in host memory: it may, and the schedule really sends it."""
+    offloaded = candidate.name in solution.offload.get(turn, ())
+    return (
+        offloaded
+        and not _made_again(solution, turn, candidate.name)
+        and (candidate.op.loop is not None or str(candidate.value.key) in sent)
+    )
 
 
 def _run_again(block: Block) -> Iterator[Op]:

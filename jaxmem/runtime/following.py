@@ -107,4 +107,13 @@ def _hosted(compiler: Compiler, plan: Plan) -> frozenset[int]:
             f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
             f"{compiler.program.name} does not have. Plan again."
         )
+    program = compiler.program
+    back = {position - len(program.consts) for position in program.places.values()}
+    lost = [path for path in plan.hosted if places[path] not in back]
+    if lost:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} keeps argument {lost[0]} in host memory between steps, "
+            f"and {program.name} gives no donated argument of that shape back. Pass "
+            "donate_argnums as when the plan was made."
+        )
     return frozenset(places[path] for path in plan.hosted)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+from jaxmem.errors import BudgetError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.targets.pinned import LIMIT_VARIABLE
 from jaxmem.targets.target import Target
+from jaxmem.units import budget_bytes, format_bytes
 
 # Of a host's memory; data loading, the program itself and other processes need the rest.
 _USABLE_SHARE = 0.8
@@ -28,6 +33,49 @@ def host_memory(target: Target, wanted: int | None) -> int:
 def host_limit(target: Target) -> int:
     """The most host memory for each device that can be asked for: what the process may pin."""
     return min(target.host_bytes, target.pinned_host_bytes) // max(1, target.devices_per_host)
+
+
+def check_host_budget(budget: Any) -> None:
+    """Check that an amount of host memory can be understood, before it is known whose it is.
+
+    Raises:
+        BudgetError: it cannot.
+
+    >>> check_host_budget("32GiB")
+    """
+    _host_bytes(budget, sys.maxsize)
+
+
+def parse_host_budget(budget: Any, target: Target) -> int:
+    """Bytes of host memory for each device that a plan may use.
+
+    Raises:
+        BudgetError: the amount cannot be understood, or is more than a process may pin.
+    """
+    limit, whole = host_limit(target), target.host_bytes // max(1, target.devices_per_host)
+    nbytes = _host_bytes(budget, limit)
+    if nbytes > limit:
+        where = "each device's share of the host"
+        if limit < whole:
+            where = f"each device's share of pinned host memory ({LIMIT_VARIABLE} raises it)"
+        raise BudgetError(
+            f"host_budget={budget!r} ({format_bytes(nbytes)}) is more than {where}: "
+            f"{format_bytes(limit)} ({limit} bytes). Use host_budget={limit} at most."
+        )
+    return nbytes
+
+
+def _host_bytes(budget: Any, whole: int) -> int:
+    if budget is None or (budget == 0 and not isinstance(budget, bool | str)):
+        return 0
+    try:
+        return budget_bytes(budget, whole)
+    except BudgetError as error:
+        raise BudgetError(
+            f'host_budget={budget!r} is no amount of host memory. Use "32GiB", a number of bytes, '
+            '"50%" of what each device may use, 0 for none at all, or leave it out for host memory '
+            "only where nothing fits without."
+        ) from error
 
 
 class OnHost:

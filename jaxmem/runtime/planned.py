@@ -116,7 +116,7 @@ def _notes(compiler: Compiler, chosen: Chosen, decisions: Sequence[Decision]) ->
     if solution is not None and not any(d.recomputed for d in decisions):
         yield describe.ONLY_FUSED
     yield from describe.in_segments(search.nest, solution.segments if solution else {})
-    yield from policed.notes(search.ruled)
+    yield from policed.notes(search.ruled, compiler.block(solution))
     if compiler.deadline.ran_out:
         what = "the plan is the quickest that was found until then"
         if solution is not None and solution.why == WHY:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmem.errors import ArgumentError, BudgetInfeasibleError, PolicyError, VerificationError
 from jaxmem.planner.ruled import Ruled, unread
 from jaxmem.policies import Policy
+from jaxmem.program.ir import Block
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.units import format_budget, format_bytes
 
@@ -31,18 +32,20 @@ def check_type(policy: Any) -> None:
     )
 
 
-def check_offloads(compiler: Compiler) -> None:
-    """Check that every rule that offloads moves something to host memory.
+def check_offloads(compiler: Compiler, host_bytes: int | None) -> None:
+    """Check that every rule that offloads moves something to host memory, and may do so.
 
     Raises:
-        PolicyError: one does not.
+        PolicyError: one does not, or the host has been given less room.
     """
     search = compiler.search
     if not search.ruled.offloads:
         return
-    written = search.schedule(search.smallest()) if search.choices else compiler.program.block
+    smallest = search.smallest() if search.choices else None
+    written = search.schedule(smallest) if smallest else compiler.program.block
     idle = unread(search.ruled, written)
     if idle is None:
+        _check_room(compiler, smallest.host_bytes if smallest else 0, host_bytes)
         return
     what = compiler.program.name
     if not idle.labels:
@@ -58,11 +61,29 @@ def check_offloads(compiler: Compiler) -> None:
     )
 
 
-def notes(ruled: Ruled) -> list[str]:
-    """What a plan says about rules that change nothing."""
-    return [
+def _check_room(compiler: Compiler, needed: int, host_bytes: int | None) -> None:
+    if host_bytes is None or needed <= host_bytes:
+        return
+    rules = " and ".join(repr(offloaded.rule) for offloaded in compiler.search.ruled.offloads)
+    raise PolicyError(
+        f"{rules} keeps {format_bytes(needed)} of {compiler.program.name} in host memory, and "
+        f"host_budget allows {format_bytes(host_bytes)}. Use host_budget={format_budget(needed)!r} "
+        "or leave it out, or save instead of offloading."
+    )
+
+
+def notes(ruled: Ruled, written: Block) -> list[str]:
+    """What a plan says about rules that change nothing in the program it stands for."""
+    found = [
         f"{rule!r} changes nothing: no backward pass needs what it saves" for rule in ruled.idle
     ]
+    idle = unread(ruled, written)
+    if idle is not None:
+        found.append(
+            f"{idle.rule!r} moves nothing in this plan: what reads those values is not made again "
+            "in it, so that they are not needed behind the turn"
+        )
+    return found
 
 
 def undone(compiler: Compiler, problem: str) -> VerificationError:

@@ -131,7 +131,7 @@ class _Rounds:
         self.search.unpin()
         self.search.settle_more(False)
         self.search.hosted = frozenset()
-        policed.check_offloads(self.compiler)
+        policed.check_offloads(self.compiler, self.host_bytes)
         if self.fixed > self.budget and not self.compiler.program.sharded:
             self._in_host_memory()
             if not self.fitting:
@@ -386,7 +386,9 @@ class _Rounds:
         predicted = self._predicted(solution)
         trial = self.trialled.get(id(compiled))
         if trial is None:
-            self._note(name, self.fixed + limit, predicted, compiled, attempt.problem)
+            away = self.compiler.program.host_bytes(self.compiler.hosting(solution))
+            limit += self.fixed - away
+            self._note(name, limit, predicted, compiled, attempt.problem)
         else:
             self.rounds[trial] = replace(self.rounds[trial], problem=attempt.problem)
         self.tried.add(solution.key)

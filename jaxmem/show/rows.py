@@ -301,12 +301,15 @@ def _time_change(plan: Plan) -> str:
 
 def _decision_grid(decisions: Sequence[Decision], top: int) -> Grid:
     def row(decision: Decision) -> tuple[str, ...]:
-        again, count = decision.recomputed, decision.count
-        action = "recompute" if again == count else f"recompute {again} of {count}"
+        again, away, count = decision.recomputed, decision.offloaded, decision.count
+        action = clean(decision.action, 16)
+        if 0 < again + away and max(again, away) < count:
+            parts = [f"recompute {again}" if again else "", f"offload {away}" if away else ""]
+            action = f"{', '.join(filter(None, parts))} of {count}"
         name, primitive = clean(decision.checkpoint_name), clean(decision.primitive, 40)
         return (
             format_bytes(decision.nbytes),
-            action if again else clean(decision.action, 16),
+            action,
             f"+{format_seconds(decision.seconds)}" if again else "",
             f"{name} ({primitive})" if name else primitive,
             type_text(decision.dtype, decision.shape, count),

@@ -40,12 +40,14 @@ def instances(cls):
 def consistent(decision: Decision) -> Decision:
     count = decision.count % 4 + 1
     again = decision.recomputed % (count + 1)
+    away = decision.offloaded % (count - again + 1)
     return dataclasses.replace(
         decision,
         count=count,
         recomputed=again,
         again=tuple(range(again)),
-        action="recompute" if again else "keep",
+        action="recompute" if again else "offload" if away else "keep",
+        offloaded=away,
         modules=(decision.module,) * count,
     )
 
@@ -230,11 +232,12 @@ def test_each_type_is_refused_in_each_field(full: dict):
         (("decisions", 0, "again"), [0, 99], r"\.again is \(0, 99\), not 6 different numbers"),
         (("decisions", 0, "modules"), ["m"], r"\.modules is .*, not a list of 10"),
         (("decisions", 0, "seconds"), ..., r"decisions\[0\]\.seconds is missing"),
+        (("decisions", 0, "offloaded"), 9, r"decisions\[0\]\.offloaded is 9, not from 0 to"),
         (("kept", 0, "offloaded"), ["nobody"], r"kept\[0\]\.offloaded is .*, not among its names"),
         (("segments", 0, "counts"), [0], r"segments\[0\]\.counts is \(0,\), not numbers of 1"),
         (("microbatches",), 0, "microbatches is 0, not 1 or more"),
         (("larger",), {"more_bytes": 0, "saved_seconds": 1.0}, r"larger\.more_bytes is 0, not 1"),
-        (("schema_version",), 4, "schema version 4, this jaxmem reads 5"),
+        (("schema_version",), 5, "schema version 5, this jaxmem reads 6"),
     ],
 )
 def test_what_a_damaged_file_says(full: dict, where, value, message: str):

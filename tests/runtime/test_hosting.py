@@ -99,10 +99,28 @@ def test_state_on_the_device_is_taken_to_the_host(planned: jaxmem.Plan):
     assert len(fitted._outcomes) == 1
 
 
+@pytest.mark.parametrize("allowed", (0, "16KiB"))
+def test_a_plan_that_needs_more_of_the_host_than_allowed_is_refused(planned, allowed):
+    away = dataclasses.replace(planned, host_bytes=2**20)
+    with pytest.raises(jaxmem.PlanMismatchError, match=r"keeps 1.0MiB in host memory, and host_bu"):
+        followed(away, host_budget=allowed).plan(*arguments())
+    assert followed(away, host_budget="1MiB").plan(*arguments()).kept == planned.kept
+
+
 def test_an_argument_that_is_not_there_is_named(planned: jaxmem.Plan):
     wrong = dataclasses.replace(planned, hosted=("state[7]",))
     with pytest.raises(jaxmem.PlanMismatchError, match=r"keeps argument state\[7\] in host memory"):
         followed(wrong).plan(*arguments())
+
+
+def test_state_that_is_not_given_back_cannot_live_there(planned: jaxmem.Plan):
+    for donated, path in (((), "state[1][0]"), (0, "x")):
+        plan = dataclasses.replace(planned, hosted=(path,))
+        fitted = jaxmem.fit(
+            step, donate_argnums=donated, plan=plan, budget="8MiB", target="h200", progress=False
+        )
+        with pytest.raises(jaxmem.PlanMismatchError, match="donate_argnums as when the plan"):
+            fitted.plan(*arguments())
 
 
 def test_a_cpu_refuses_a_plan_with_host_memory(planned: jaxmem.Plan):
@@ -166,3 +184,33 @@ def test_where_moments_are_not_enough_parameters_follow(smallest_bytes: int):
     assert plan.compiled_bytes <= smallest_bytes
     assert len(plan.hosted) == 12
     assert plan.host_bytes >= 48 * 2**20
+    assert plan.rounds[-1].limit_bytes <= smallest_bytes, "limits are of the device"
+    assert plan_large(int(1.1 * smallest_bytes)).compiled_bytes <= 1.1 * smallest_bytes
+
+
+def test_a_decision_says_how_many_wait_on_the_host():
+    """Large products on a chain: some are recomputed, some wait, and the rest stay."""
+    shapes = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+
+    def products(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = y + jax.nn.gelu(y @ w)
+            return jnp.square(y).mean()
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    options = {"target": "h200", "donate_argnums": 0, "progress": False}
+    full = jaxmem.analyze(products, shapes, x, target="h200", donate_argnums=0).compiled_bytes
+    plan = jaxmem.plan(products, shapes, x, budget=full // 2, host_budget="8GiB", **options)
+    away = [d for d in plan.decisions if d.offloaded]
+    assert away
+    moved = sum(d.offloaded * d.nbytes // d.count for d in away)
+    assert 0 < moved <= plan.host_bytes
+    assert all(d.offloaded + d.recomputed <= d.count for d in plan.decisions)
+    assert all(d.action == "offload" for d in away if not d.recomputed)
+    assert any("host memory" in r.why for r in plan.explain("").reasons)
+    assert "offload" in str(plan)
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan

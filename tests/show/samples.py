@@ -155,7 +155,15 @@ def explained_plan(**changes) -> Plan:
             checkpoint_name="scores",
             module="",
         ),
-        decision(4, action="offload", count=1, nbytes=GIB, again_seconds=5e-3, primitive="exp"),
+        decision(
+            4,
+            action="offload",
+            count=1,
+            offloaded=1,
+            nbytes=GIB,
+            again_seconds=5e-3,
+            primitive="exp",
+        ),
     )
     fields = {
         "decisions": decisions,

@@ -10,13 +10,14 @@ may be away from each stage on, and the whole is bounded by the host's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxmem.planner.solvers.chain import ChainTable, Solution, Visit
 
+_ALL = slice(None)
 # Bytes in host memory are counted in this many parts of the most that may be there.
 _UNITS = 96
 
@@ -25,7 +26,7 @@ class Host(NamedTuple):
     """Where bytes may wait.
 
     Attributes:
-        nbytes: how many.
+        nbytes: how many bytes it has room for.
         d2h_bytes_per_second: how fast they get there, ``h2d_bytes_per_second`` back.
         exposed_seconds: how long the links may keep the device waiting.
     """
@@ -53,15 +54,19 @@ class AwayTable:
     Args:
         table: the chain without a host; what runs again runs as it says.
         host: where bytes may wait.
+        over: says that there is no time left; the table is then not ``complete``.
 
     Attributes:
+        complete: whether it knows everything; ``full`` whether the links could move more than the
+            host has room for.
         first: [stages, slots + 1, units + 1]: seconds of forward work from stage s on, when at most
             that many units of memory on the host are used.
     """
 
-    def __init__(self, table: ChainTable, host: Host):
+    def __init__(self, table: ChainTable, host: Host, over: Callable[[], bool] | None = None):
         self.table, self.stages, self.host = table, table.stages, host
         self.slots = table.slots
+        self.full = host.nbytes < self._most_bytes(0, 0)
         most = max(1, min(host.nbytes, self._most_bytes(0, 0)))
         self.unit_bytes = -(-most // _UNITS)
         self.units = most // self.unit_bytes
@@ -69,13 +74,17 @@ class AwayTable:
         self.first = np.full((count, table.slots + 1, self.units + 1), np.inf)
         # The same with what is handed to the stage taken from the memory, on the device and away.
         self._held, self._away = self.first.copy(), self.first.copy()
+        self.complete = False
         for s in range(count - 1, -1, -1):
+            if over is not None and over():
+                return
             costs = [cost for _, cost in self._kept(s, 0)]
             if s < count - 2:
                 costs.append(self._ahead(s).min(axis=0))
             self.first[s] = self._capped(np.min(costs, axis=0), self._most(s, s))
             if s:
                 self._hand(s)
+        self.complete = True
 
     def _hand(self, s: int) -> None:
         """What is handed to stage s stays, or is on the device only while that stage runs."""
@@ -134,13 +143,13 @@ class AwayTable:
             cost[:least] = np.inf
             yield _Way(number, stays), cost
 
-    def _ahead(self, s: int) -> np.ndarray:
+    def _ahead(self, s: int, some: slice = _ALL, units: slice = _ALL) -> np.ndarray:
         """[stages - s - 2, slots + 1, units + 1]: the cost of running ahead to stage s+2, ..."""
         table, last = self.table, len(self.stages) - 1
-        again = table.again[s, s + 1 : last][:, :, None]
+        again = table.again[s, s + 1 : last, some][:, :, None]
         seconds = (table.forward[s + 2 : last + 1] - table.forward[s])[:, None, None]
-        cost = self._held[s + 2 : last + 1] + again + seconds
-        slots = np.arange(table.slots + 1)[None, :]
+        cost = self._held[s + 2 : last + 1, some, units] + again + seconds
+        slots = np.arange(table.slots + 1)[None, some]
         cost[slots < table.running_ahead(s, last)[:, None]] = np.inf
         return cost
 
@@ -209,7 +218,7 @@ class AwayTable:
         """How the best program from stage s on begins."""
         ways = [(cost[slots, units], way) for way, cost in self._kept(s, given)]
         if not given and s < len(self.stages) - 2:
-            ahead = self._ahead(s)[:, slots, units]
+            ahead = self._ahead(s, slice(slots, slots + 1), slice(units, units + 1)).ravel()
             ways.append((ahead.min(), _Way(ahead=s + 2 + int(np.argmin(ahead)))))
         return min(ways, key=lambda found: found[0])[1]
 

@@ -46,8 +46,8 @@ class Stage:
         behind_bytes: what the backward passes of later stages have left in memory when its own
             runs: the gradients of their weights, until these are updated.
         back_seconds: its backward pass, without what is made again.
-        movable: pairs of options: what the second keeps and the first does not may wait in host
-            memory.
+        movable: pairs of options, of which the first keeps nothing or the second keeps most: what
+            the second keeps and the first does not may wait in host memory.
     """
 
     seconds: float
