@@ -7,7 +7,7 @@ host instead; from keeping everything, what is large is moved until the rest fit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from jaxmem.planner.candidates import Candidate
@@ -102,6 +102,12 @@ class Offloader:
             keep[turn] = keep[turn] | {candidate.name}
             offload[turn] = offload.get(turn, frozenset()) | {candidate.name}
         return self.evaluate(keep, offload)
+
+
+def outside(groups: Mapping[str, Members], paths: Collection[str]) -> dict[str, Members]:
+    """The groups without what crosses turns of these blocks."""
+    kept = {name: [m for m in group if m[0][0] not in paths] for name, group in groups.items()}
+    return {name: members for name, members in kept.items() if members}
 
 
 def hostable(program: Program) -> list[int]:

@@ -12,6 +12,7 @@ What is kept may cross the turn in host memory, and arguments may live there: se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
@@ -25,7 +26,7 @@ from jaxmem.planner.segments import Segments, refusal
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.transfers import Moved, TransferLevel, Windows, by_result, moved_of
 from jaxmem.program.ir import Block, Hosting, Op, Value
-from jaxmem.program.loops import Nest, Pair
+from jaxmem.program.loops import Nest, Pair, unrolled
 from jaxmem.program.making import in_pieces
 from jaxmem.program.primitives import may_repeat
 
@@ -144,6 +145,16 @@ class Scheduler:
         for path, turn in offload:
             if path not in paths:
                 raise ArgumentError(f"no block {path!r} has a turn {turn} to offload across")
+            if path in self.unrolled:
+                raise ArgumentError(
+                    f"nothing can be offloaded inside a scan with unroll={self.unrolled[path]}: "
+                    "XLA:GPU fails to compile that. Use unroll=1, or save instead of offloading."
+                )
+
+    @functools.cached_property
+    def unrolled(self) -> dict[str, int]:
+        """Blocks inside loops that run several iterations at once, and how many."""
+        return unrolled(self.nest)
 
     def repeatable(self, op: Op) -> bool:
         """Whether ``op`` may be executed again."""

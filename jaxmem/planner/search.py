@@ -20,7 +20,7 @@ from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.lines import LineSolver
-from jaxmem.planner.offloading import Offloader
+from jaxmem.planner.offloading import Offloader, outside
 from jaxmem.planner.ruled import Ruled, ruled_by
 from jaxmem.planner.schedule import Keep, Scheduler, is_nested
 from jaxmem.planner.segments import Segments
@@ -312,7 +312,8 @@ class Search:
         self, best: Solution | None, limit_bytes: int, host_bytes: int
     ) -> Solution | None:
         """The fastest on paper of what offloads instead of recomputing, or of keeping."""
-        groups, over = self.ruled.free(self.groups), self.deadline.over
+        groups = outside(self.ruled.free(self.groups), self.scheduler.unrolled)
+        over = self.deadline.over
         offloader = Offloader(groups, self._on_paper, host_bytes, over)
         everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
         chain = self._chain_with_host(limit_bytes, host_bytes)

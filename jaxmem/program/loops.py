@@ -35,6 +35,11 @@ class Pair:
     linked: frozenset[int]
     escaping: tuple[int, ...]
 
+    @property
+    def scans(self) -> tuple[int, int]:
+        """The positions of both."""
+        return self.forward, self.backward
+
 
 @dataclass(frozen=True, eq=False)
 class Nest:
@@ -59,10 +64,21 @@ class Nest:
             yield from inner.walk()
 
 
+def unrolled(outer: Nest) -> dict[str, int]:
+    """The paths of the blocks inside loops that run several iterations at once, and how many."""
+    found: dict[str, int] = {}
+    pairs = [(outer.block.ops[i].loop, inner) for p, inner in outer.pairs for i in p.scans]
+    for loop, inner in (*pairs, *((outer.block.ops[n].loop, inner) for n, inner in outer.loops)):
+        found |= unrolled(inner)
+        if loop is not None and loop.unroll > 1:
+            found |= {each.block.path: loop.unroll for each in inner.walk()}
+    return found
+
+
 def nest(block: Block, cut: int | None = None) -> Nest:
     """Find the scan pairs of ``block`` and, inside them, theirs."""
     pairs = tuple(_pairs(block, cut))
-    paired = {index for pair in pairs for index in (pair.forward, pair.backward)}
+    paired = {index for pair in pairs for index in pair.scans}
     loops = tuple(
         (index, nest(op.loop.body))
         for index, op in enumerate(block.ops)

@@ -7,8 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from jaxmem import policies
 from jaxmem.runtime.rounds import MOST_COMPILES
 from tests.problems import assert_same
 
@@ -214,3 +216,29 @@ def test_a_decision_says_how_many_wait_on_the_host():
     assert any("host memory" in r.why for r in plan.explain("").reasons)
     assert "offload" in str(plan)
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
+
+
+def unrolled_scan(ws, x):
+    """A scan of two layers at once."""
+
+    def loss(ws):
+        def layer(y, w):
+            return y + jnp.tanh(checkpoint_name(y, "in") @ w), None
+
+        return jnp.square(jax.lax.scan(layer, x, ws, unroll=2)[0]).mean()
+
+    return ws - jax.grad(loss)(ws)
+
+
+def test_nothing_is_offloaded_inside_a_scan_that_xla_cannot_compile_so():
+    """XLA fails with an internal error there: the planner does without, and a policy is refused."""
+    args = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 256), "f4")
+    options = {"target": "h200", "donate_argnums": 0, "progress": False}
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
+        jaxmem.plan(unrolled_scan, *args, budget="12MiB", **options)
+    budget = caught.value.smallest_bytes
+    plan = jaxmem.plan(unrolled_scan, *args, budget=budget, host_budget="8GiB", **options)
+    assert plan.compiled_bytes <= budget
+    away = policies.nothing.override(policies.offload("in"))
+    with pytest.raises(jaxmem.JaxmemError, match="inside a scan with unroll=2"):
+        jaxmem.plan(unrolled_scan, *args, budget="64MiB", policy=away, **options)
