@@ -155,8 +155,13 @@ def products_offloaded(scan: bool):
 
 
 def test_unrolled_layers_are_off_the_device():
-    _, simulation, memory = products_offloaded(scan=False)
-    assert 0.9 * simulation.temp_bytes <= memory.temp_bytes <= 1.1 * simulation.temp_bytes
+    """XLA makes 10% more of this net than is simulated, and transfers hardly change that."""
+    traced, search = transformer(False)
+    kept, simulation, memory = products_offloaded(scan=False)
+    plain = compiled(H200, traced, kept, Hosting()).memory.temp_bytes
+    more = plain - search.simulator.step(kept).temp_bytes
+    assert 0 <= more <= 0.12 * plain
+    assert abs(memory.temp_bytes - simulation.temp_bytes - more) <= 0.02 * plain
 
 
 def test_scanned_layers_are_off_the_device():
