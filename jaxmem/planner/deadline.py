@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ def check_time_limit(seconds: Any) -> None:
 
     >>> check_time_limit(0.5)
     """
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is None or (is_number and seconds > 0):
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if seconds is None or (is_number and float(seconds) > 0):
         return
     raise ArgumentError(
         f"time_limit is {seconds!r}: it takes a number of seconds above 0, such as time_limit=30, "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import numbers
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxmem.errors import BudgetError
@@ -66,7 +68,7 @@ def parse_host_budget(budget: Any, target: Target) -> int:
 
 
 def _host_bytes(budget: Any, whole: int) -> int:
-    if budget is None or (budget == 0 and not isinstance(budget, bool | str)):
+    if budget is None or (_is_number(budget) and budget == 0):
         return 0
     try:
         return budget_bytes(budget, whole)
@@ -76,6 +78,10 @@ def _host_bytes(budget: Any, whole: int) -> int:
             '"50%" of what each device may use, 0 for none at all, or leave it out for host memory '
             "only where nothing fits without."
         ) from error
+
+
+def _is_number(budget: Any) -> bool:
+    return isinstance(budget, numbers.Real) and not isinstance(budget, bool)
 
 
 class OnHost:
@@ -120,10 +126,17 @@ class OnHost:
             room: temporary bytes that there are with so many bytes away.
         """
         away = self.program.host_bytes(self.program.hosting(hosted))
+        with self._hosting(hosted):
+            return self.search.solve(room(away), self.allowed - away)
+
+    @contextlib.contextmanager
+    def _hosting(self, hosted: frozenset[int]) -> Iterator[None]:
+        """Search with these leaves in host memory meanwhile."""
         self.search.hosted = hosted
-        solution = self.search.solve(room(away), self.allowed - away)
-        self.search.hosted = frozenset()
-        return solution
+        try:
+            yield
+        finally:
+            self.search.hosted = frozenset()
 
     def fewest(
         self,
@@ -157,7 +170,5 @@ class OnHost:
         most = self.sets(2**63)[-1]
         if not most or not self.search.choices:
             return None
-        self.search.hosted = most
-        smallest = self.search.smallest_first()[0]
-        self.search.hosted = frozenset()
-        return smallest
+        with self._hosting(most):
+            return self.search.smallest_first()[0]

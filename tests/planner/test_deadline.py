@@ -6,6 +6,7 @@ import math
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmem
@@ -115,6 +116,10 @@ def test_it_runs_only_while_it_is_told_to(monkeypatch):
 def test_what_is_no_number_of_seconds_is_refused(limit):
     with pytest.raises(jaxmem.ArgumentError, match=r"time_limit is .*: it takes a number of sec"):
         jaxmem.fit(deep, time_limit=limit)
+
+
+def test_a_number_of_numpy_is_a_number_of_seconds():
+    jaxmem.fit(deep, time_limit=np.float32(3))
 
 
 def test_a_plan_needs_no_limit(planned_deep):

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -107,6 +108,19 @@ def test_a_plan_that_needs_more_of_the_host_than_allowed_is_refused(planned, all
     with pytest.raises(jaxmem.PlanMismatchError, match=r"keeps 1.0MiB in host memory, and host_bu"):
         followed(away, host_budget=allowed).plan(*arguments())
     assert followed(away, host_budget="1MiB").plan(*arguments()).kept == planned.kept
+
+
+@pytest.mark.parametrize(
+    "budget", ["8G", "0GiB", True, -1, float("nan"), [1], np.zeros(3)], ids=str
+)
+def test_what_is_no_amount_of_host_memory(budget):
+    with pytest.raises(jaxmem.BudgetError, match=r"host_budget=.* is no amount of host memory"):
+        jaxmem.fit(step, host_budget=budget)
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, np.int64(0), np.int64(2**30), "50%", None])
+def test_amounts_of_host_memory(budget):
+    jaxmem.fit(step, host_budget=budget)
 
 
 def test_an_argument_that_is_not_there_is_named(planned: jaxmem.Plan):
