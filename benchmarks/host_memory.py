@@ -81,10 +81,10 @@ def row(step: Callable, args: tuple, share: float) -> dict[str, Any]:
                 f"{name} solver": plan.solver,
                 f"{name} compiles": len(plan.rounds),
             }
-    slower = without is not None and (
-        host is None or host.predicted_seconds > without.predicted_seconds
-    )
-    off = host is not None and abs(host.predicted_bytes / host.compiled_bytes - 1) > MOST_OFF
+    if host is None:
+        return found | {"kept": False}
+    slower = without is not None and host.predicted_seconds > without.predicted_seconds
+    off = abs(host.predicted_bytes / host.compiled_bytes - 1) > MOST_OFF
     return found | {"kept": not (slower or off)}
 
 
