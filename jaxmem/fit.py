@@ -19,15 +19,15 @@ from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.program.microbatches import standing_for
-from jaxmem.runtime import microbatches, policed, rounds
+from jaxmem.runtime import following, microbatches, policed, rounds
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.bench import Bench, check_measure
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import check_host_budget, parse_host_budget
 from jaxmem.runtime.progress import Report, progress
-from jaxmem.runtime.rounds import Outcome
 from jaxmem.runtime.step import Step, inputs
+from jaxmem.runtime.tries import Outcome
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
@@ -222,7 +222,7 @@ class FittedStep:
             with progress(self._progress, f"planning {self._caller.name}") as report:
                 if self._given is not None:
                     self._check_host(self._given, target)
-                    outcome = rounds.follow(compiler, self._given, budget_bytes, report)
+                    outcome = following.follow(compiler, self._given, budget_bytes, report)
                 elif traced.automatic:
                     trace = functools.partial(self._caller.trace, call)
                     self._traced[call.key], outcome = microbatches.fit(

@@ -1,17 +1,55 @@
-"""Read the decisions of a plan made before, and refuse what does not belong to this program."""
+"""Follow a plan made before: read its decisions, refuse what is not of this program, compile it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from jaxmem.errors import ArgumentError, PlanMismatchError
+from jaxmem.errors import ArgumentError, PlanMismatchError, VerificationError
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.schedule import StillKept, Turn
 from jaxmem.planner.segments import refusal, splittable
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.progress import Report
+from jaxmem.runtime.tries import Outcome, Tries
 from jaxmem.targets.compiling import memory_schedules
+from jaxmem.units import format_bytes
+
+
+def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
+    """The program of a plan made before, compiled and checked again.
+
+    Raises:
+        PlanMismatchError: the plan belongs to another program or to other shapes.
+        VerificationError: it does not fit, or the compiler undoes its recomputations.
+    """
+    tries, solution = Tries(compiler, budget_bytes, report), decisions_of(compiler, plan)
+    report("compiling the plan")
+    problem, options = "", dict(plan.options)
+    if solution is None:
+        compiled = compiler.compile(None, options=options)
+        tries.note("as planned", plan.predicted_bytes, plan.predicted_bytes, compiled)
+    else:
+        tries.announce(solution)
+        attempt = compiler.attempt(solution, options=options)
+        compiled = tries.record("as planned", solution.temp_bytes, attempt)
+        problem = attempt.problem
+    total = compiled.memory.total_bytes
+    if total > budget_bytes or problem:
+        raise VerificationError(
+            f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
+            f"{format_bytes(budget_bytes)}. {problem or 'Plan again.'}"
+        )
+    same = replace(
+        plan,
+        budget_bytes=budget_bytes,
+        compiled_bytes=total,
+        rounds=tuple(tries.rounds),
+        larger=plan.larger if budget_bytes == plan.budget_bytes else None,
+    )
+    return Outcome(same, compiler.block(solution), compiled, compiler.hosting(solution))
 
 
 def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:

@@ -20,7 +20,8 @@ from jaxmem.runtime import rounds
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.rounds import FIRST_GUESS, MOST_COMPILES, TRIAL, Outcome
+from jaxmem.runtime.rounds import FIRST_GUESS, TRIAL
+from jaxmem.runtime.tries import MOST_COMPILES, Outcome
 from jaxmem.targets.compiling import Compiled, memory_schedules
 
 # The step as written with one microbatch, and on a CPU the smallest program in two orders; then

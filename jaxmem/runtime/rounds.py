@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from jaxmem.errors import BudgetInfeasibleError, JaxmemError, VerificationError
+from jaxmem.errors import BudgetInfeasibleError, JaxmemError
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.plan import Plan, Round
-from jaxmem.program.ir import Block, Hosting
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
-from jaxmem.runtime.compiler import Attempt, Compiler
-from jaxmem.runtime.following import decisions_of
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import OnHost
-from jaxmem.runtime.planned import Chosen, plan_of
+from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.tries import MOST_COMPILES, Outcome, Tries
 from jaxmem.targets.compiling import (
     Compiled,
     memory_schedules,
@@ -24,7 +22,6 @@ from jaxmem.targets.compiling import (
 )
 from jaxmem.units import format_bytes
 
-MOST_COMPILES = 12
 # Names of rounds.
 FIRST_GUESS, TRIAL = "first guess", "smallest, scheduled for"
 # As written (twice on a CPU), the smallest program (on a CPU once more with other options),
@@ -34,6 +31,9 @@ _MOST_SEARCHES = 5
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
+# A simple answer predicted to be this much over its room may still compile to less; so many of them
+# are tried where they are quicker than what was found, by more than rounding.
+_PERHAPS, _MOST_QUICKER, _SAME = 1.02, 2, 1e-6
 # Programs that are timed beside the step as written, and searches for them where it fits.
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
@@ -43,19 +43,6 @@ _FEWEST_WITH_HOST, _MOST_WITH_HOST = 2, 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
 _FAR_OFF = 1.1
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """A program compiled for the target, within the budget, and the plan it follows.
-
-    ``hosting`` says which of its inputs and results are in host memory.
-    """
-
-    plan: Plan
-    block: Block
-    compiled: Compiled
-    hosting: Hosting = field(default_factory=Hosting)
 
 
 def fit(
@@ -91,35 +78,17 @@ def fit(
     return run.run()
 
 
-def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
-    """The program of a plan made before, compiled and checked again.
-
-    Raises:
-        PlanMismatchError: the plan belongs to another program or to other shapes.
-        VerificationError: it does not fit, or the compiler undoes its recomputations.
-    """
-    return _Rounds(compiler, budget_bytes, report).follow(plan)
-
-
-class _Rounds:
+class _Rounds(Tries):
     """One planning run for one budget."""
 
     searches: int = _MOST_SEARCHES
     start: Solution | None = None
     host_bytes: int | None = None
-    spent: int = 0
     bench: Bench | None = None
 
-    def __init__(self, compiler: Compiler, budget_bytes: int, report: Report):
-        self.compiler, self.budget, self.report = compiler, budget_bytes, report
+    def __init__(self, compiler: Compiler, budget: int, report: Report):
+        super().__init__(compiler, budget, report)
         self.search = compiler.search
-        self.rounds: list[Round] = []
-        self.tried: set[frozenset] = set()
-        self.fitting: list[Chosen] = []
-        self.trialled: dict[int, int] = {}
-        self.noted: dict[int, int] = {}
-        self.scale = self.unscaled = 1.0
-        self.fixed = compiler.program.fixed_bytes
 
     @functools.cached_property
     def host(self) -> OnHost:
@@ -140,11 +109,11 @@ class _Rounds:
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget and self.search.ruled.allows_written:
             written = Chosen(None, plain, self.rounds[-1].predicted_bytes)
-            return self._outcome_of(written) if self.bench is None else self._beside(written)
+            return self.outcome_of(written) if self.bench is None else self._beside(written)
         self._note_trials()
         if self.start is not None:
             attempt = self.compiler.attempt(self.start)
-            self._record(FIRST_GUESS, self.start.temp_bytes, attempt)
+            self.record(FIRST_GUESS, self.start.temp_bytes, attempt)
         self._tighten()
         if not self.fitting:
             self._smallest_first()
@@ -152,12 +121,13 @@ class _Rounds:
             self._in_host_memory()
         if not self.fitting:
             raise self._error("")
+        self._quicker_simple()
         self._quicker_with_host()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
         if self.bench is None:
-            return self._outcome_of(self.best())
+            return self.outcome_of(self.best())
         self._try_simple()
         return self._measured(self.bench, self._quickest())
 
@@ -170,14 +140,27 @@ class _Rounds:
         self._try_simple()
         return self._measured(self.bench, [written, *self._quickest()])
 
+    def _quicker_simple(self) -> None:
+        """Searches aim below the budget: a simple answer that fills it may be quicker."""
+        limit = int((self.budget - self.fixed) / self.scale * _PERHAPS)
+        for solution in self.search.simple(limit)[:_MOST_QUICKER]:
+            least = min(chosen.cost[0] for chosen in self.fitting)
+            if solution.seconds < least * (1 - _SAME):
+                self._try(solution, limit)
+
     def _try_simple(self) -> None:
         """Compile simple answers that fit on paper, until there are enough programs to time."""
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
         for solution in self.search.simple(limit):
-            left = MOST_COMPILES - self.spent - self.compiler.compiles
-            if left > 0 and len(self.fitting) < _MOST_TIMED and solution.key not in self.tried:
-                self._announce(solution)
-                self._record(solution.solver, limit, self.compiler.attempt(solution))
+            if len(self.fitting) < _MOST_TIMED:
+                self._try(solution, limit)
+
+    def _try(self, solution: Solution, limit: int) -> None:
+        """Compile a simple answer, if that was not done and a compile is left."""
+        left = MOST_COMPILES - self.spent - self.compiler.compiles
+        if left > 0 and solution.key not in self.tried:
+            self.announce(solution)
+            self.record(solution.solver, limit, self.compiler.attempt(solution))
 
     def _quickest(self) -> list[Chosen]:
         return sorted(self.fitting, key=lambda chosen: chosen.cost)[:_MOST_TIMED]
@@ -192,21 +175,7 @@ class _Rounds:
             self.rounds[number] = replace(self.rounds[number], measured_seconds=seconds)
         least = min(taken)
         winner = programs[taken.index(least)]
-        return self._outcome_of(replace(winner, measured_seconds=least))
-
-    def _outcome_of(self, chosen: Chosen) -> Outcome:
-        return Outcome(
-            plan_of(
-                self.compiler,
-                chosen,
-                self.rounds,
-                budget_bytes=self.budget,
-                fixed_bytes=self.fixed,
-            ),
-            self.compiler.block(chosen.solution),
-            chosen.compiled,
-            self.compiler.hosting(chosen.solution),
-        )
+        return self.outcome_of(replace(winner, measured_seconds=least))
 
     def _plain_within_budget(self) -> Compiled:
         """The step as written; scheduled for memory where that is a choice and it needs it."""
@@ -219,11 +188,11 @@ class _Rounds:
             self.unscaled = self.scale
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
-        self._note("keep-all", predicted, predicted, plain, ruled_out)
+        self.note("keep-all", predicted, predicted, plain, ruled_out)
         options = memory_schedules(self.compiler.target)[-1]
         if plain.memory.total_bytes > self.budget and options and not ruled_out:
             plain = self.compiler.compile(None, options=options)
-            self._note("keep-all, scheduled for memory", predicted, predicted, plain)
+            self.note("keep-all, scheduled for memory", predicted, predicted, plain)
         return plain
 
     def _note_trials(self) -> None:
@@ -232,38 +201,9 @@ class _Rounds:
             self.report("compiling the smallest program in two orders")
         for options, compiled in self.compiler.trials:
             order = "memory" if options == memory_schedules(self.compiler.target)[-1] else "speed"
-            predicted = self._predicted(self.search.smallest())
-            self._note(f"{TRIAL} {order}", predicted, predicted, compiled)
+            predicted = self.predicted(self.search.smallest())
+            self.note(f"{TRIAL} {order}", predicted, predicted, compiled)
             self.trialled[id(compiled)] = len(self.rounds) - 1
-
-    def follow(self, plan: Plan) -> Outcome:
-        """The program of a plan made before."""
-        solution = decisions_of(self.compiler, plan)
-        self.report("compiling the plan")
-        problem, options = "", dict(plan.options)
-        if solution is None:
-            compiled = self.compiler.compile(None, options=options)
-            self._note("as planned", plan.predicted_bytes, plan.predicted_bytes, compiled)
-        else:
-            self._announce(solution)
-            attempt = self.compiler.attempt(solution, options=options)
-            compiled = self._record("as planned", solution.temp_bytes, attempt)
-            problem = attempt.problem
-        total = compiled.memory.total_bytes
-        if total > self.budget or problem:
-            raise VerificationError(
-                f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
-                f"{format_bytes(self.budget)}. {problem or 'Plan again.'}"
-            )
-        same = replace(
-            plan,
-            budget_bytes=self.budget,
-            compiled_bytes=total,
-            rounds=tuple(self.rounds),
-            larger=plan.larger if self.budget == plan.budget_bytes else None,
-        )
-        block, hosting = self.compiler.block(solution), self.compiler.hosting(solution)
-        return Outcome(same, block, compiled, hosting)
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
@@ -279,10 +219,10 @@ class _Rounds:
             hopeless = left <= 0 and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
-            self._announce(solution)
-            predicted = self._predicted(solution)
+            self.announce(solution)
+            predicted = self.predicted(solution)
             attempt = self.compiler.attempt(solution)
-            memory = self._record("search", limit, attempt).memory
+            memory = self.record("search", limit, attempt).memory
             used, fitted = memory.temp_bytes, memory.total_bytes <= self.budget
             if fitted and attempt.problem:
                 continue  # What was undone is kept from now on: the same limit, another plan.
@@ -306,7 +246,7 @@ class _Rounds:
         """The schedules with the smallest peaks, until one fits."""
         self.report("compiling the smallest programs")
         for attempt in self.compiler.smallest():
-            self._record("smallest", attempt.solution.temp_bytes, attempt)
+            self.record("smallest", attempt.solution.temp_bytes, attempt)
             if self.fitting:
                 return
 
@@ -321,7 +261,7 @@ class _Rounds:
         sets = host.sets(self.budget)
         first = 0
         # The last compile is for what an error names: the smallest program with what helps there.
-        for _ in range(min(self._left() - 1, _MOST_WITH_HOST)):
+        for _ in range(min(self.left() - 1, _MOST_WITH_HOST)):
             found = host.fewest(sets[first:], self._room, self.tried)
             if found is None:
                 break
@@ -332,7 +272,7 @@ class _Rounds:
                 return
         # Paper may say too much of it; an error would name this one.
         smallest = host.smallest()
-        if smallest is not None and smallest.key not in self.tried and self._left() > 0:
+        if smallest is not None and smallest.key not in self.tried and self.left() > 0:
             self._attempt_with_host(smallest)
 
     def _quicker_with_host(self) -> None:
@@ -341,21 +281,18 @@ class _Rounds:
             return
         quickest = self.host.quickest(self.budget, self._room, self.tried)
         least = min(chosen.cost for chosen in self.fitting)
-        if quickest is not None and quickest.cost < least and self._left() > 0:
+        if quickest is not None and quickest.cost < least and self.left() > 0:
             self._attempt_with_host(quickest)
 
     def _room(self, away: int) -> int:
         """Predicted temporaries that fit beside what is left with so many bytes away."""
         return int((self.budget - self.fixed + away) / self.scale * _AIM)
 
-    def _left(self) -> int:
-        return MOST_COMPILES - self.spent - len(self.rounds)
-
     def _attempt_with_host(self, solution: Solution) -> None:
-        self._announce(solution)
+        self.announce(solution)
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
         limit = self.budget - self.fixed + hosted
-        self._record("with host memory", limit, self.compiler.attempt(solution))
+        self.record("with host memory", limit, self.compiler.attempt(solution))
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest program with as much as possible in host memory compiles to."""
@@ -369,45 +306,6 @@ class _Rounds:
         """Whether XLA:GPU made far more of a schedule than was predicted, for the first time."""
         far_off = used > _FAR_OFF * (predicted - self.fixed)
         return far_off and self.compiler.target.platform == "gpu" and not self.search.cautious
-
-    def _announce(self, solution: Solution) -> None:
-        self.report(
-            f"compile {len(self.rounds) + 1} of at most {MOST_COMPILES}: "
-            f"{format_bytes(self._predicted(solution))} predicted, "
-            f"{format_bytes(self.budget)} allowed"
-        )
-
-    def _predicted(self, solution: Solution) -> int:
-        hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-        return self.fixed - hosted + int(solution.temp_bytes * self.scale)
-
-    def _record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
-        solution, compiled = attempt.solution, attempt.compiled
-        predicted = self._predicted(solution)
-        trial = self.trialled.get(id(compiled))
-        if trial is None:
-            away = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-            limit += self.fixed - away
-            self._note(name, limit, predicted, compiled, attempt.problem)
-        else:
-            self.rounds[trial] = replace(self.rounds[trial], problem=attempt.problem)
-        self.tried.add(solution.key)
-        if solution.temp_bytes:
-            self.scale = compiled.memory.temp_bytes / solution.temp_bytes
-        if compiled.memory.total_bytes <= self.budget and not attempt.problem:
-            self.fitting.append(Chosen(solution, compiled, predicted))
-        return compiled
-
-    def _note(
-        self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""
-    ) -> None:
-        total = compiled.memory.total_bytes
-        self.noted.setdefault(id(compiled), len(self.rounds))
-        self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
-
-    def best(self) -> Chosen:
-        """The quickest program that fits."""
-        return min(self.fitting, key=lambda chosen: chosen.cost)
 
     def _too_big(self) -> JaxmemError:
         """Arguments and results alone are over the budget; nothing a schedule does helps."""

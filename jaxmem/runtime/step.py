@@ -13,7 +13,7 @@ from jaxmem.program.calling import Call, Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
-from jaxmem.runtime.rounds import Outcome
+from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes

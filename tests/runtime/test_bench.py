@@ -14,7 +14,7 @@ from jaxmem.program.calling import Caller
 from jaxmem.runtime import bench, rounds
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.rounds import MOST_COMPILES
+from jaxmem.runtime.tries import MOST_COMPILES
 from jaxmem.targets import Target
 from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, accumulated, deep
 from tests.problems import assert_same

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import policies
-from jaxmem.runtime.rounds import MOST_COMPILES
+from jaxmem.runtime.tries import MOST_COMPILES
 from tests.problems import assert_same
 
 WIDTH, ROWS = 128, 1024

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.runtime import microbatches
-from jaxmem.runtime.rounds import MOST_COMPILES
+from jaxmem.runtime.tries import MOST_COMPILES
 from tests.laws import total_bytes
 from tests.problems import assert_same
 

@@ -9,7 +9,7 @@ import pytest
 import jaxmem
 from jaxmem.runtime import rounds, verify
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.rounds import MOST_COMPILES
+from jaxmem.runtime.tries import MOST_COMPILES
 from jaxmem.targets import Target
 from tests.planner.lines import program
 

@@ -1,0 +1,118 @@
+"""What was compiled for one budget, what came of it, and which of it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from jaxmem.planner.fill import Solution
+from jaxmem.planner.plan import Plan, Round
+from jaxmem.program.ir import Block, Hosting
+from jaxmem.runtime.compiler import Attempt, Compiler
+from jaxmem.runtime.planned import Chosen, plan_of
+from jaxmem.runtime.progress import Report
+from jaxmem.targets.compiling import Compiled
+from jaxmem.units import format_bytes
+
+MOST_COMPILES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A program compiled for the target, within the budget, and the plan it follows.
+
+    ``hosting`` says which of its inputs and results are in host memory.
+    """
+
+    plan: Plan
+    block: Block
+    compiled: Compiled
+    hosting: Hosting = field(default_factory=Hosting)
+
+
+class Tries:
+    """The compiles of one budget.
+
+    Attributes:
+        spent: how many programs of the step were compiled elsewhere.
+        rounds: a line for each compile; ``noted`` says which of them is a program's.
+        tried: the keys of the solutions that were compiled.
+        fitting: those that fit.
+        trialled: which line is that of a program compiled in one of two orders.
+        scale: the compiler's temporaries over the simulated ones, of the last program;
+            ``unscaled`` before any.
+        fixed: bytes of arguments and results.
+    """
+
+    spent: int = 0
+
+    def __init__(self, compiler: Compiler, budget: int, report: Report):
+        self.compiler, self.budget, self.report = compiler, budget, report
+        self.rounds: list[Round] = []
+        self.tried: set[frozenset] = set()
+        self.fitting: list[Chosen] = []
+        self.trialled: dict[int, int] = {}
+        self.noted: dict[int, int] = {}
+        self.scale = self.unscaled = 1.0
+        self.fixed = compiler.program.fixed_bytes
+
+    def left(self) -> int:
+        """How many compiles are left, by the lines."""
+        return MOST_COMPILES - self.spent - len(self.rounds)
+
+    def announce(self, solution: Solution) -> None:
+        """Say what is compiled next."""
+        self.report(
+            f"compile {len(self.rounds) + 1} of at most {MOST_COMPILES}: "
+            f"{format_bytes(self.predicted(solution))} predicted, "
+            f"{format_bytes(self.budget)} allowed"
+        )
+
+    def predicted(self, solution: Solution) -> int:
+        """Bytes that a solution should compile to, after what was seen before."""
+        hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
+        return self.fixed - hosted + int(solution.temp_bytes * self.scale)
+
+    def record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
+        """Take down what a solution compiled to, and learn from it."""
+        solution, compiled = attempt.solution, attempt.compiled
+        predicted = self.predicted(solution)
+        trial = self.trialled.get(id(compiled))
+        if trial is None:
+            away = self.compiler.program.host_bytes(self.compiler.hosting(solution))
+            limit += self.fixed - away
+            self.note(name, limit, predicted, compiled, attempt.problem)
+        else:
+            self.rounds[trial] = replace(self.rounds[trial], problem=attempt.problem)
+        self.tried.add(solution.key)
+        if solution.temp_bytes:
+            self.scale = compiled.memory.temp_bytes / solution.temp_bytes
+        if compiled.memory.total_bytes <= self.budget and not attempt.problem:
+            self.fitting.append(Chosen(solution, compiled, predicted))
+        return compiled
+
+    def note(
+        self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""
+    ) -> None:
+        """One line more."""
+        total = compiled.memory.total_bytes
+        self.noted.setdefault(id(compiled), len(self.rounds))
+        self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
+
+    def best(self) -> Chosen:
+        """The quickest program that fits."""
+        return min(self.fitting, key=lambda chosen: chosen.cost)
+
+    def outcome_of(self, chosen: Chosen) -> Outcome:
+        """The plan of a program that fits."""
+        return Outcome(
+            plan_of(
+                self.compiler,
+                chosen,
+                self.rounds,
+                budget_bytes=self.budget,
+                fixed_bytes=self.fixed,
+            ),
+            self.compiler.block(chosen.solution),
+            chosen.compiled,
+            self.compiler.hosting(chosen.solution),
+        )
