@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from operator import is_not
 
 from jaxmem.errors import ArgumentError
+from jaxmem.planner.ahead import one_ahead
 from jaxmem.planner.facts import Facts
 from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
@@ -171,7 +172,7 @@ class Scheduler:
         if memo_key not in self._memo:
             ops = self._with_loops(nest, wanted)
             block, _ = self._level(nest, ops, wanted, barriers=True)
-            if wanted.segments:
+            if wanted.segments or wanted.offload:
                 block = replace(block, ops=in_pieces(block.ops))
             if nest is self.nest:
                 return block
@@ -251,7 +252,7 @@ class Scheduler:
         )
         halves = Halves.of(nest.block, pair, joint, cut)
         counts = wanted.segments.get(inner.block.path)
-        return split_in_segments(halves, counts) if counts else split_pair(halves)
+        return split_in_segments(halves, counts) if counts else one_ahead(*split_pair(halves))
 
 
 def _inside(path: str, outer: str) -> bool:

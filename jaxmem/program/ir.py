@@ -153,6 +153,13 @@ class Block:
     outputs: tuple[Atom, ...]
 
 
+def has_transfers(block: Block) -> bool:
+    """Whether anything in ``block``, or in the loops in it, is copied to or from host memory."""
+    return any(
+        op.transfer or (op.loop is not None and has_transfers(op.loop.body)) for op in block.ops
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A ``scan``: its body and how operands are split.

@@ -11,11 +11,17 @@ from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Block, Hosting, Program
+from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import has_callbacks, without_callbacks
 from jaxmem.runtime import verify
-from jaxmem.targets.compiling import Compiled, compile_for, memory_schedules, runs_here
+from jaxmem.targets.compiling import (
+    Compiled,
+    compile_for,
+    memory_schedules,
+    overlapping,
+    runs_here,
+)
 from jaxmem.targets.target import Target
 
 MOST_SMALLEST = 6
@@ -112,9 +118,14 @@ class Compiler:
                 self.program.avals(hosting),
                 donate=self.program.donated,
                 out_shardings=self.program.out_shardings(hosting),
-                options=options,
+                options={**options, **self._for_transfers(block)},
             )
         return self._compiled[key]
+
+    def _for_transfers(self, block: Block) -> Mapping[str, str]:
+        """What copies beside the iterations of a loop take of the compiler."""
+        loops = (op.loop.body for op in block.ops if op.loop is not None)
+        return overlapping(self.target) if any(map(has_transfers, loops)) else {}
 
     @functools.cached_property
     def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:

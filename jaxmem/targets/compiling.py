@@ -166,6 +166,18 @@ def memory_schedules(target: Target) -> tuple[dict[str, str], ...]:
     return kept, {**kept, "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
+def overlapping(target: Target) -> dict[str, str]:
+    """Compiler options with which copies to and from the host run beside a loop's computation.
+
+    XLA:GPU replays the body of a loop as one command buffer, in which copies and kernels wait for
+    each other: 254 ms instead of 205 for 16 layers that move 4 GiB each way on an H200.
+
+    >>> overlapping(Target("h200"))
+    {'xla_gpu_enable_command_buffer': ''}
+    """
+    return {"xla_gpu_enable_command_buffer": ""} if target.platform == "gpu" else {}
+
+
 def runs_here(target: Target) -> bool:
     """Whether a program compiled for the target can be called in this process.
 

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.planner.candidates import stock_keeps
+from jaxmem.program.calling import Caller
 from jaxmem.runtime import rounds, verify
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.tries import MOST_COMPILES
 from jaxmem.targets import Target
 from tests.planner.lines import program
+from tests.problems import PROBLEMS, pure
 
 W, X = jnp.eye(128), jnp.ones((2048, 128))
 
@@ -101,3 +104,16 @@ def test_an_absent_gpu_is_noted(compiler):
     outcome = rounds.fit(away, away.keep_all().memory.total_bytes, lambda message: None)
     assert not outcome.compiled.runs_here
     assert any("planned for h200, which is not this machine" in n for n in outcome.plan.notes)
+
+
+def test_what_a_policy_compiles_to_is_enough_to_be_as_quick():
+    """Searches aim below a budget; the policy that has all of it is then the answer."""
+    step = pure(PROBLEMS["transformer_scan"])
+    caller = Caller(step.function, step.donate)
+    compiler = Compiler(caller.trace(caller.take(step.args, {})).program, Target("h200"))
+    keeps = dict(stock_keeps(compiler.search.choices))
+    policy = compiler.search.evaluate(keeps["everything_saveable"])
+    budget = compiler.attempt(policy).compiled.memory.total_bytes
+    plan = rounds.fit(compiler, budget, lambda message: None).plan
+    assert plan.predicted_seconds <= policy.seconds * (1 + 1e-6)
+    assert len(plan.rounds) <= MOST_COMPILES
