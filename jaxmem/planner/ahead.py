@@ -8,18 +8,22 @@ with one such residual and 125 without any. So each is handed on for an iteratio
   scan on the device. The host array is written at the loop's own index: with any other, XLA reads
   and writes host memory with a kernel instead of a copy.
 - The backward scan fetches at its own index, too, and finds there what the next iteration needs.
+- Where copies take longer than computing, what is sent stays where it is until its successor is
+  made. XLA would write that over it, and wait for the copy first.
 - What the forward scan sends waits, behind a barrier, for the slices that the iteration is given:
   they are copies as well, and would queue behind it.
 
-After FACTS of `shared/lab/shifted_offload.py`: see benchmarks/README.md for what it measures.
+What that gives is measured by benchmarks/offload.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
+from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Loop, Op, Value
-from jaxmem.program.making import empty
+from jaxmem.program.making import empty, kept_apart, may_be_kept_apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,7 @@ class _Stay:
         return self.send.values[0]
 
 
-def one_ahead(forward: Op, backward: Op) -> tuple[Op, Op]:
+def one_ahead(forward: Op, backward: Op, simulator: Simulator | None = None) -> tuple[Op, Op]:
     """The two scans of a pair with their transfers one iteration apart from what needs them.
 
     The forward scan becomes one operation with pieces, as the arrays that its first iteration
@@ -52,12 +56,14 @@ def one_ahead(forward: Op, backward: Op) -> tuple[Op, Op]:
     Args:
         forward: stacks what it sends.
         backward: fetches slices of that.
+        simulator: tells how long operations and copies take; without one nothing is kept apart.
     """
     stays = _stays(forward, backward)
     if not stays:
         return forward, backward
     last = [stay.value.like() for stay in stays]
-    return _forward(forward, stays, last), _backward(backward, stays, last)
+    slow = set() if simulator is None else _slow(_loop(forward).body, stays, simulator)
+    return _forward(forward, stays, last, slow), _backward(backward, stays, last)
 
 
 def _loop(op: Op) -> Loop:
@@ -86,7 +92,17 @@ def _stays(forward: Op, backward: Op) -> list[_Stay]:
     return found
 
 
-def _forward(op: Op, stays: list[_Stay], last: list[Value]) -> Op:
+def _slow(body: Block, stays: list[_Stay], simulator: Simulator) -> set[Value]:
+    """What is made again before the copy of the one before has left, the copies one by one."""
+    seconds = simulator.seconds_of(body.inputs, body.ops, body.outputs)
+    clock = itertools.accumulate(seconds)
+    made = {v: now for op, now in zip(body.ops, clock, strict=True) for v in op.outputs}
+    links = [simulator.rates.link_seconds("send", stay.value.nbytes) for stay in stays]
+    left = itertools.accumulate(links)
+    return {s.value for s, end in zip(stays, left, strict=True) if end > made.get(s.value, end)}
+
+
+def _forward(op: Op, stays: list[_Stay], last: list[Value], slow: set[Value]) -> Op:
     loop, body = _loop(op), _loop(op).body
     carried = loop.num_consts + loop.num_carry
     before = [stay.value.like() for stay in stays]
@@ -113,9 +129,14 @@ def _forward(op: Op, stays: list[_Stay], last: list[Value]) -> Op:
     for send, value in zip(sends, leaving, strict=True):
         ops.append(Op(send.eqn, (value,), send.outputs, None, send.recompute, transfer="send"))
     ops += [o for o in body.ops if o not in sends]
+    handed = [stay.value for stay in stays]
+    for number, (value, left) in enumerate(zip(handed, leaving, strict=True)):
+        if value in slow and may_be_kept_apart(value):
+            more, handed[number] = kept_apart(value, left, sends[0].eqn)
+            ops += more
     outputs = (
         *body.outputs[: loop.num_carry],
-        *(stay.value for stay in stays),
+        *handed,
         *body.outputs[loop.num_carry :],
     )
     inputs = (*given[:carried], *before, *given[carried:])

@@ -252,7 +252,9 @@ class Scheduler:
         )
         halves = Halves.of(nest.block, pair, joint, cut)
         counts = wanted.segments.get(inner.block.path)
-        return split_in_segments(halves, counts) if counts else one_ahead(*split_pair(halves))
+        if counts:
+            return split_in_segments(halves, counts)
+        return one_ahead(*split_pair(halves), self.simulator)
 
 
 def _inside(path: str, outer: str) -> bool:

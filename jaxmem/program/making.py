@@ -1,4 +1,4 @@
-"""Operations that jaxmem makes itself: arrays to fill, and loops written out in pieces."""
+"""Operations that jaxmem makes itself: arrays to fill, buffers kept apart, loops in pieces."""
 
 from __future__ import annotations
 
@@ -36,6 +36,47 @@ def empty(result: Value, place: jex.JaxprEqn) -> Op:
 @functools.lru_cache(maxsize=1024)
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.make_jaxpr(lambda: lax.empty(shape, dtype))()
+
+
+def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[Op, ...], Value]:
+    """``value`` once more, in operations that make the compiler keep ``other`` until it is there.
+
+    Otherwise XLA may write ``value`` over ``other`` and wait until a copy of that is done. What is
+    computed is the first number of ``value``, or that of ``other`` where the last bit of a number
+    is 2: never, which XLA finds out only when the buffers are settled.
+    """
+    traced = _apart(value.aval.shape, value.aval.dtype)
+    known: dict[Any, Value] = dict(zip(traced.jaxpr.invars, (value, other), strict=True))
+    ops = []
+    for eqn in traced.jaxpr.eqns:
+        inputs = [a if isinstance(a, jex.Literal) else known[a] for a in eqn.invars]
+        outputs = [known.setdefault(v, Value(v.aval)) for v in eqn.outvars]
+        ops.append(
+            Op(eqn.replace(source_info=place.source_info, ctx=place.ctx), inputs, tuple(outputs))
+        )
+    return tuple(ops), known[traced.jaxpr.outvars[0]]
+
+
+def may_be_kept_apart(value: Value) -> bool:
+    """Whether :func:`kept_apart` takes it: numbers of 1, 2, 4 or 8 bytes that have bits."""
+    dtype = value.aval.dtype
+    return dtype.itemsize in _BITS and dtype.kind not in "cb" and bool(value.nbytes)
+
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@functools.lru_cache(maxsize=1024)
+def _apart(shape: tuple[int, ...], dtype: Any) -> Any:
+    def apart(value: Any, other: Any) -> Any:
+        one = (1,) * len(shape)
+        first, its = (lax.slice(a, (0,) * len(shape), one) for a in (value, other))
+        bits = lax.bitcast_convert_type(its, _BITS[np.dtype(dtype).itemsize])
+        never = lax.eq(bits & np.array(1, bits.dtype), lax.full_like(bits, 2))
+        return lax.dynamic_update_slice(value, lax.select(never, its, first), (0,) * len(shape))
+
+    aval = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.make_jaxpr(apart)(aval, aval)
 
 
 def in_pieces(ops: Iterable[Op]) -> tuple[Op, ...]:
