@@ -79,11 +79,11 @@ def _stays(forward: Op, backward: Op) -> list[_Stay]:
     for op in back.body.ops:
         for value in op.values:
             readers.setdefault(value, []).append(op)
-    slices = dict(zip(backward.inputs, range(len(backward.inputs)), strict=True))
+    slices = {v: n for n, v in enumerate(backward.inputs) if isinstance(v, Value)}
     found = []
     for result in range(loop.num_carry, len(forward.outputs)):
         host, operand = loop.body.outputs[result], slices.get(forward.outputs[result])
-        if not isinstance(host, Value) or host not in sends or operand is None:
+        if operand is None or not isinstance(host, Value) or host not in sends:
             continue
         formal = back.body.inputs[operand]
         reading = readers.get(formal, [])

@@ -83,6 +83,7 @@ class Simulator:
 
     rates: Rates
     _bodies: dict[int, tuple[Block, Simulation]] = field(default_factory=dict)
+    _rows: dict[int, tuple[Block, float]] = field(default_factory=dict)
     _inner: dict[Op, int] = field(default_factory=dict)
     _seconds: dict[Op, float] = field(default_factory=dict)
 
@@ -244,12 +245,36 @@ class Simulator:
         simulated = [(block, self.body(block, len(block.outputs))) for block in blocks]
         return max(simulated, key=lambda pair: pair[1].temp_bytes, default=None)
 
+    def _stacking(self, loop: Loop) -> float:
+        """Seconds an iteration takes to write its rows into stacks, and to take out those it reads.
+
+        A row of what is element-wise is written where it is computed, and read where it is used;
+        anything else is copied: of a scanned GPT's residuals that is a fifth of the step.
+        """
+        known = self._rows.get(id(loop.body))
+        if known is None:
+            body, first = loop.body, loop.num_consts + loop.num_carry
+            slices = {v for v in body.inputs[first:] if v.nbytes}
+            carried = loop.num_carry - loop.filled
+            fusion = fuse(body.inputs, body.ops, body.outputs[:carried])
+            written = [v for v in body.outputs[carried:] if isinstance(v, Value) and v.nbytes]
+            moved = sum(v.nbytes + sum(r.nbytes for r in fusion.roots[v]) for v in written)
+            copied: dict[Value, None] = {}
+            for op, kind in zip(body.ops, fusion.kinds, strict=True):
+                if kind is Kind.OPAQUE:
+                    read = [r for v in op.values for r in fusion.roots[v] if r in slices]
+                    copied.update(dict.fromkeys(read))
+            moved += 2 * sum(v.nbytes for v in copied)
+            known = (body, moved / self.rates.bytes_per_second)
+            self._rows[id(body)] = known
+        return known[1]
+
     def seconds(self, op: Op, kind: Kind, fusion: Fusion) -> float:
         """Predicted time of one operation that makes a buffer; a transfer computes nothing."""
         if op.transfer:
             return 0.0
         if op.loop is not None:
-            return op.loop.length * self.iteration(op.loop).seconds
+            return op.loop.length * (self.iteration(op.loop).seconds + self._stacking(op.loop))
         if kind is Kind.OPAQUE:
             known = self._seconds.get(op.origin)
             if known is None:

@@ -34,6 +34,7 @@ _LARGEST_PRODUCT, _SMALLEST_PRODUCT, _STEP = 8192, 256, 256
 _GPU_MEMORY_BYTES, _CPU_MEMORY_BYTES = 512 * 2**20, 64 * 2**20
 _LINK_BYTES, _LINK_COPIES = 64 * 2**20, 4
 _GPU_KERNELS, _CPU_KERNELS = 8, 2
+_GPU_PRODUCTS = 4
 _LEAST_FREE_BYTES = 512 * 2**20
 # Random numbers are drawn once for so many elements, and then repeated.
 _DRAWN = 2**20
@@ -113,17 +114,19 @@ class Gauge:
     def _product(self, dtype: str, expected: Mapping[str, float]) -> float:
         with jax.enable_x64(dtype == "float64"):
             size = self._product_size(dtype, expected)
+            count = 1 if self.device.platform == "cpu" else _GPU_PRODUCTS
             left, right = self._random((size, size), dtype, 2)
             multiply = self._compiled(product(dtype), left, right)
-            seconds = timed(lambda: [multiply(left, right)])
-        return 2.0 * size**3 / seconds
+            seconds = timed(lambda: [multiply(left, right) for _ in range(count)])
+        return 2.0 * size**3 * count / seconds
 
     def _product_size(self, dtype: str, expected: Mapping[str, float]) -> int:
         wanted_seconds = 0.05 if self.device.platform == "cpu" else 0.005
         rate = expected.get(dtype) or expected["float32"]
         size = (rate * wanted_seconds / 2) ** (1 / 3)
-        # Two operands and two results of up to eight bytes: one is written, one is being freed.
-        size = min(size, _LARGEST_PRODUCT, (self.allowed_bytes / 32) ** 0.5)
+        # Two operands and, of up to eight bytes, the results of a run and of the one before.
+        most = 8 * (2 + 2 * _GPU_PRODUCTS)
+        size = min(size, _LARGEST_PRODUCT, (self.allowed_bytes / most) ** 0.5)
         return max(_SMALLEST_PRODUCT, int(size) // _STEP * _STEP)
 
     def _memory(self) -> float:
@@ -188,7 +191,7 @@ class Gauge:
                 if dtype == "int8":
                     drawn = generator.integers(-8, 9, _DRAWN, np.int8)
                 else:
-                    drawn = generator.uniform(-1, 1, _DRAWN).astype(jnp.dtype(dtype))
+                    drawn = generator.standard_normal(_DRAWN).astype(jnp.dtype(dtype))
                 made.append(jax.device_put(np.resize(drawn, shape), self.on_device))
             return jax.block_until_ready(made)
 
