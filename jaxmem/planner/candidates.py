@@ -10,9 +10,10 @@ from jaxmem import _compat
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.transfers import FEWEST_MOVED
 from jaxmem.planner.valleys import low_positions, valley_positions
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Op, Value
+from jaxmem.program.ir import Loop, Op, Value
 from jaxmem.program.loops import Nest, is_backward
 from jaxmem.program.primitives import Kind, may_repeat
 
@@ -86,6 +87,47 @@ def choices(nest: Nest, simulator: Simulator, times: int = 1) -> tuple[TurnChoic
         assert loop is not None
         inner.extend(choices(body, simulator, times * loop.length))
     return tuple(c for c in (*found, *inner) if c.candidates)
+
+
+def carried(
+    nest: Nest, found: Sequence[TurnChoices], times: int = 1
+) -> dict[str, list[tuple[Turn, Candidate]]]:
+    """What the forward loops of scan pairs are handed by the iteration before, and read late.
+
+    The backward loop reads it of a stack, one for each iteration. It cannot be made again, and so
+    is kept, on the device or in host memory.
+
+    Args:
+        nest: the program.
+        found: its turns.
+        times: how often this block runs per step.
+    """
+    turns = {choice.turn for choice in found}
+    groups: dict[str, list[tuple[Turn, Candidate]]] = {}
+    for pair, joint in nest.pairs:
+        loop = nest.block.ops[pair.forward].loop
+        assert loop is not None
+        turn, length = (joint.block.path, pair.cut), times * loop.length
+        for value, following in _handed_on(loop):
+            if turn in turns and value.nbytes >= FEWEST_MOVED:
+                name, nbytes = str(value.key), value.nbytes * length
+                candidate = Candidate(name, following, value, nbytes, 0.0, f"carried {name}")
+                groups[candidate.group] = [(turn, candidate)]
+        groups |= carried(joint, found, length)
+    for index, body in nest.loops:
+        loop = nest.block.ops[index].loop
+        assert loop is not None
+        groups |= carried(body, found, times * loop.length)
+    return groups
+
+
+def _handed_on(loop: Loop) -> Iterator[tuple[Value, Op]]:
+    """What a loop carries, each with the operation that makes what takes its place."""
+    made = {v: op for op in loop.body.ops for v in op.outputs}
+    carries = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+    for value, following in zip(carries, loop.body.outputs, strict=False):
+        if isinstance(following, Value) and following in made:
+            yield value, made[following]
 
 
 def _turns(nest: Nest) -> list[int]:

@@ -14,19 +14,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from jaxmem.planner.bodies import BodySolver
-from jaxmem.planner.candidates import TurnChoices, choices
+from jaxmem.planner.candidates import TurnChoices, carried, choices
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
 from jaxmem.planner.lines import LineSolver
-from jaxmem.planner.offloading import Offloader, outside
 from jaxmem.planner.ruled import Ruled, ruled_by
-from jaxmem.planner.schedule import Keep, Scheduler, is_nested
+from jaxmem.planner.schedule import Keep, Scheduler
 from jaxmem.planner.segments import Segments
 from jaxmem.planner.simple import WHY, simple_keeps
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.uncollected import uncollected
+from jaxmem.planner.withhost import WithHost
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Op, Program
@@ -57,7 +57,6 @@ _WELL_USED = 0.98
 # Below this many times the smallest peak without nesting, nested recomputation is looked at.
 _TIGHT = 1.5
 _MOST_NESTED = 2
-_ROOM_FOR_COPIES = 0.9
 # Relative: up to this the seconds of a line and of the program written out are the same.
 _SAME = 1e-6
 _WHY_POLICY = "the policy decides about every value"
@@ -68,6 +67,8 @@ class Search:
 
     Attributes:
         line: the program as one line of kernels, if it has a single turn and that is not in a loop.
+        groups: values that may be kept, by the name of what is decided together.
+        carried: what loops hand from iteration to iteration, which may only wait in host memory.
         pinned: names that are always kept.
         hosted: argument leaves that live in host memory, by their positions.
         settle: whether schedules write out more element-wise results early.
@@ -98,6 +99,7 @@ class Search:
         self.ruled: Ruled = ruled_by(policy, self.nest, self.choices, program.name, host=host)
         for turn, candidate in self.ruled.extra:
             self.groups.setdefault(candidate.group, []).append((turn, candidate))
+        self.carried: dict[str, Members] = carried(self.nest, self.choices)
         self.line = self._line() if self.ruled.on_paper else None
         self.bodies = BodySolver(
             self.nest,
@@ -213,7 +215,7 @@ class Search:
             keep = {turn: type(kept)(kept | self.pinned) for turn, kept in keep.items()}
         return self.ruled.applied(keep)
 
-    def _on_paper(self, keep: KeptSets, offload: Keep = _NOTHING) -> Solution:
+    def on_paper(self, keep: KeptSets, offload: Keep = _NOTHING) -> Solution:
         """What a kept set needs, as quickly as that can be known."""
         if self.line is None:
             return self.evaluate(keep, offload)
@@ -239,7 +241,7 @@ class Search:
         if self._state not in self._bases:
             with self.deadline.running():
                 found = [
-                    replace(self._on_paper(keep), solver=name, why=why)
+                    replace(self.on_paper(keep), solver=name, why=why)
                     for name, keep, why in self._base_keeps()
                 ]
             found.sort(key=lambda s: (s.temp_bytes, s.seconds))
@@ -270,7 +272,7 @@ class Search:
         """What nested recomputation makes of a line when it may use as much time as it likes."""
         if self.line is None or self.deadline.over():
             return []
-        keep = self._line_solver().smallest(self.smallest().temp_bytes)
+        keep = self.line_solver().smallest(self.smallest().temp_bytes)
         if keep is None:
             return []
         found = self.evaluate(keep, solver="chain DP")
@@ -286,64 +288,14 @@ class Search:
         if limit_bytes <= 0:
             return None
         with uncollected(), self.deadline.running():
-            best = self._solve(limit_bytes)
+            best = self.within(limit_bytes)
             if host_bytes and self.can_offload:
-                best = self._with_host(best, limit_bytes, host_bytes)
+                best = WithHost(self, limit_bytes, host_bytes).quicker_than(best)
                 # The bound is that of plans that offload nothing.
                 best = best and replace(best, bound_seconds=None)
             return best
 
-    def _with_host(
-        self, best: Solution | None, limit_bytes: int, host_bytes: int
-    ) -> Solution | None:
-        """``best``, or what is faster with values in host memory."""
-        aim = limit_bytes
-        for _ in range(0 if self.deadline.over() else _MOST_CORRECTIONS):
-            proposal = self._propose_with_host(best, aim, host_bytes)
-            if proposal is None or not proposal.offload or self.deadline.over():
-                return best
-            judged = self.judged(proposal)
-            if judged.temp_bytes <= limit_bytes and judged.host_bytes <= host_bytes:
-                return judged if best is None or judged.cost < best.cost else best
-            aim = int(aim * _CLOSER * min(1.0, limit_bytes / max(judged.temp_bytes, 1)))
-        return best
-
-    def _propose_with_host(
-        self, best: Solution | None, limit_bytes: int, host_bytes: int
-    ) -> Solution | None:
-        """The fastest on paper of what offloads instead of recomputing, or of keeping."""
-        groups = outside(self.ruled.free(self.groups), self.scheduler.unrolled)
-        over = self.deadline.over
-        offloader = Offloader(groups, self._on_paper, host_bytes, over)
-        everything = {c.turn: frozenset(k.name for k in c.candidates) for c in self.choices}
-        chain = self._chain_with_host(limit_bytes, host_bytes)
-        # What is on its way needs room: the second start leaves some.
-        starts = [best, chain]
-        if not over():
-            starts.append(self._solve(int(limit_bytes * _ROOM_FOR_COPIES)))
-        moved = offloader.fastest(
-            self._on_paper(everything),
-            [
-                self._on_paper(start.keep, start.offload)
-                for start in starts
-                if start is not None and not start.segments and not is_nested(start.keep)
-            ],
-            limit_bytes,
-        )
-        found = [f for f in (moved, chain) if f is not None and f.temp_bytes <= limit_bytes]
-        return min(found, key=_cost, default=None)
-
-    def _chain_with_host(self, limit_bytes: int, host_bytes: int) -> Solution | None:
-        """What the solver for chains offloads, as far as the policy allows it."""
-        if self.line is None or self.deadline.over():
-            return None
-        found = self._line_solver().offloading(limit_bytes, host_bytes)
-        if found is None:
-            return None
-        offload = self.ruled.movable(found.offload)
-        return replace(self._on_paper(found.keep, offload), solver=found.solver, why=found.why)
-
-    def _solve(self, limit_bytes: int) -> Solution | None:
+    def within(self, limit_bytes: int) -> Solution | None:
         """Propose, write out, and move the limit by what is then too much or too little."""
         if self.ruled.total:
             only = self.smallest() if self.choices else None
@@ -400,14 +352,14 @@ class Search:
         elif self.deadline.over():
             pass
         elif self.line is not None:
-            starts = [*self._line_solver().starts(limit_bytes), *starts]
+            starts = [*self.line_solver().starts(limit_bytes), *starts]
         else:
             starts = sorted([*starts, *self.bodies.starts(limit_bytes, starts)], key=_cost)[:3]
         if not starts:
             return None
         operations = self.line.problem.kernels if self.line else self.nest.block.ops
         most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, len(operations)))
-        filler = Filler(self.ruled.free(self.groups), self._on_paper, most, self.deadline.over)
+        filler = Filler(self.ruled.free(self.groups), self.on_paper, most, self.deadline.over)
         filled = filler.best(starts, limit_bytes, thorough=thorough)
         origin = {s.key: s for s in starts}
         bound = max((s.bound_seconds for s in starts if s.bound_seconds is not None), default=None)
@@ -424,11 +376,11 @@ class Search:
             bound_seconds=bound,
         )
 
-    def _line_solver(self) -> LineSolver:
+    def line_solver(self) -> LineSolver:
         assert self.line is not None
         if self._state not in self._lines:
             turn = self.choices[0].turn
-            self._lines[self._state] = LineSolver(self.line, turn, self._on_paper, self.deadline)
+            self._lines[self._state] = LineSolver(self.line, turn, self.on_paper, self.deadline)
         return self._lines[self._state]
 
     def _in_segments(self) -> list[Solution]:

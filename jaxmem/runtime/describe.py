@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxmem.errors import Holder
 from jaxmem.planner.candidates import Candidate
 from jaxmem.planner.facts import kept_name
+from jaxmem.planner.fill import Members
 from jaxmem.planner.plan import Decision
 from jaxmem.planner.ruled import sent_keys
 from jaxmem.planner.schedule import Turn
@@ -43,7 +44,7 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
     sent = set(sent_keys(written)) if written else set()
     feeds = _feeds(search, solution, ran) if solution else {}
     found = []
-    for everything in search.groups.values():
+    for everything in [*search.groups.values(), *_carried_away(search, solution)]:
         # What is dropped and not made again does not live from the forward to the backward pass.
         members = [
             (turn, c)
@@ -79,6 +80,17 @@ def decisions(search: Search, solution: Solution | None) -> tuple[Decision, ...]
         found.append(decision)
     found += _fused_residuals(search, solution, names)
     return tuple(sorted(found, key=lambda d: (-d.nbytes, d.key)))
+
+
+def _carried_away(search: Search, solution: Solution | None) -> Iterator[Members]:
+    """What loops carry, where it waits in host memory."""
+    if solution is None:
+        return
+    known = {c.name for members in search.groups.values() for _, c in members}
+    for members in search.carried.values():
+        away = [(t, c) for t, c in members if c.name in solution.offload.get(t, frozenset())]
+        if away and away[0][1].name not in known:
+            yield away
 
 
 def _is_away(solution: Solution, turn: Turn, candidate: Candidate, sent: Set[str]) -> bool:

@@ -123,7 +123,7 @@ def test_nested_programs_take_as_long_as_on_paper():
     assert gpt.line is not None
     least, nested = gpt.smallest().temp_bytes, 0
     for share in (0.94, 0.96, 0.98, 0.99):
-        for start in gpt._line_solver().starts(int(share * least)):
+        for start in gpt.line_solver().starts(int(share * least)):
             nested += len(start.keep) > 1
             written = gpt.evaluate(start.keep)
             assert written.seconds == pytest.approx(start.seconds, rel=0.01)
