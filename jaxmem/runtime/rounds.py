@@ -240,6 +240,8 @@ class _Rounds(Tries):
             hopeless = left <= 0 and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
+            if self.fitting and solution.seconds >= min(c.cost[0] for c in self.fitting):
+                return  # More room is of no use.
             self.announce(solution)
             predicted = self.predicted(solution)
             attempt = self.compiler.attempt(solution)
