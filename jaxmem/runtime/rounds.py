@@ -33,7 +33,7 @@ _WELL_USED = 0.94
 _AIM = 0.985
 # A simple answer predicted to be this much over its room may still compile to less; so many of them
 # are tried where they are quicker than what was found, by more than rounding.
-_PERHAPS, _MOST_QUICKER, _SAME = 1.02, 2, 1e-6
+_PERHAPS, _MOST_QUICKER, _SAME = 1.02, 3, 1e-6
 # On paper this much quicker than the step as written is quicker on the device, too.
 _CLEARLY = 0.03
 # Programs that are timed beside the step as written, and searches for them where it fits.
@@ -163,7 +163,10 @@ class _Rounds(Tries):
 
     def _quicker_simple(self) -> None:
         """Searches aim below the budget: a simple answer that fills it may be quicker."""
-        limit = int((self.budget - self.fixed) / self.scale * _PERHAPS)
+        # That searches compiled to more says little about these, and they are followed as they are.
+        scale = min(self.scale, self.unscaled)
+        limit = int((self.budget - self.fixed) / scale * _PERHAPS)
+        self.search.settle_more(False)
         for solution in self.search.simple(limit)[:_MOST_QUICKER]:
             least = min(chosen.cost[0] for chosen in self.fitting)
             if solution.seconds < least * (1 - _SAME):
