@@ -143,7 +143,8 @@ class _Rounds(Tries):
         is on paper for a CPU is too rough for that.
         """
         search = self.search
-        if self.compiler.target.platform != "gpu" or not any(n.pairs for n in search.nest.walk()):
+        loops = any(inner.pairs for inner in search.nest.walk())
+        if self.compiler.target.platform != "gpu" or not loops or search.ruled.total:
             return written
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
         solution = search.solve(limit)

@@ -235,3 +235,37 @@ def test_a_loop_takes_as_long_as_its_iterations():
     assert eight == pytest.approx(2 * four)
     product = 2 * SIDE**3 / RATES.flops["float32"]
     assert four >= 4 * product
+
+
+def test_rows_of_stacks_are_copied_where_nothing_element_wise_writes_or_reads_them():
+    """A product's result is read and written once more; a product reads a copy of its slice."""
+    length = 6
+
+    def seconds(layer, xs=None):
+        def looped(x, w):
+            return lax.scan(lambda c, s: layer(c, w, s), x, xs, length=length)
+
+        step = traced(looped, SIDE)
+        return Simulator(RATES).step(step.block).seconds
+
+    def same(c, w, _):
+        return c @ w, None
+
+    def stacks_product(c, w, _):
+        y = c @ w
+        return y, y
+
+    def stacks_element_wise(c, w, _):
+        y = c @ w
+        return y, jnp.tanh(y)
+
+    plain = seconds(same)
+    one = length * BYTES / RATES.bytes_per_second
+    assert seconds(stacks_product) - plain == pytest.approx(2 * one)
+    assert seconds(stacks_element_wise) - plain == pytest.approx(2 * one)
+    xs = jnp.ones((length, SIDE, SIDE))
+    sliced = seconds(lambda c, w, s: (c @ s, None), xs)
+    assert sliced - plain == pytest.approx(2 * one)
+    added = seconds(lambda c, w, s: (c @ w + s, None), xs)
+    written = seconds(lambda c, w, _: (c @ w + 1.0, None))
+    assert added - written == pytest.approx(one), "read where it is added, and not copied"

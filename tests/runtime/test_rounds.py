@@ -117,3 +117,43 @@ def test_what_a_policy_compiles_to_is_enough_to_be_as_quick():
     plan = rounds.fit(compiler, budget, lambda message: None).plan
     assert plan.predicted_seconds <= policy.seconds * (1 + 1e-6)
     assert len(plan.rounds) <= MOST_COMPILES
+
+
+def scanned(w, x):
+    def loss(w):
+        def layer(x, w):
+            for up, down in w:
+                x = x + jax.nn.gelu(x @ up) @ down
+            return x, None
+
+        return (jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    return jax.grad(loss)(w)
+
+
+def scanned_args():
+    up = jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16)
+    down = jax.ShapeDtypeStruct((8, 4096, 1024), jnp.bfloat16)
+    return [(up, down)] * 2, jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+
+
+def test_where_loops_copy_what_they_keep_a_gpu_runs_less_than_fits():
+    plan = jaxmem.plan(scanned, *scanned_args(), budget=None, target="h200", progress=False)
+    assert plan.rounds[0].fits
+    assert plan.solver != "keep-all"
+    assert plan.predicted_seconds < 0.97 * plan.keep_all_seconds
+    assert len(plan.rounds) == 2
+    assert any("the step as written fits too" in note for note in plan.notes)
+
+
+def test_a_policy_and_a_cpu_leave_a_step_that_fits_as_it_is_written():
+    everything = jaxmem.policies.everything
+    plan = jaxmem.plan(
+        scanned, *scanned_args(), budget=None, target="h200", policy=everything, progress=False
+    )
+    assert not plan.kept
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct([n // 64 or 1 for n in a.shape], a.dtype), scanned_args()
+    )
+    here = jaxmem.plan(scanned, *shapes, budget=None, progress=False)
+    assert here.solver == "keep-all"
