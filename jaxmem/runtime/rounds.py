@@ -182,8 +182,7 @@ class _Rounds(Tries):
 
     def _try(self, solution: Solution, limit: int, name: str = "") -> None:
         """Compile a solution, if that was not done and a compile is left."""
-        left = MOST_COMPILES - self.spent - self.compiler.compiles
-        if left > 0 and solution.key not in self.tried:
+        if self.left() > 0 and solution.key not in self.tried:
             self.announce(solution)
             self.record(name or solution.solver, limit, self.compiler.attempt(solution))
 
