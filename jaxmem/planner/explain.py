@@ -32,7 +32,7 @@ class Reason:
         seconds_per_gib: predicted cost of making a GiB of it again, on its own.
         kept_from_bytes: the budget from which all of it would be kept, roughly: that of this plan
             and what is recomputed now and costs as much or more to make again. ``None`` where
-            all of it is kept.
+            all of it is kept, or where keeping everything is slower.
         why: the reason in words.
     """
 
@@ -163,9 +163,19 @@ def _reason(plan: Plan, decision: Decision, matched: Sequence[int]) -> Reason:
         matched=tuple(matched),
         recomputed=recomputed,
         seconds_per_gib=decision.seconds_per_byte * GIB,
-        kept_from_bytes=_kept_from(plan, decision) if decision.recomputed else None,
+        kept_from_bytes=_kept_from(plan, decision) if decision.recomputed and _pays(plan) else None,
         why=_why(plan, decision),
     )
+
+
+def _pays(plan: Plan) -> bool:
+    """Whether keeping everything is quicker than the plan; not always where loops keep it."""
+    return not plan.predicted_seconds < plan.keep_all_seconds
+
+
+def _fits_as_written(plan: Plan) -> bool:
+    written = plan.keep_all_compiled_bytes
+    return written is not None and written <= plan.budget_bytes
 
 
 def _kept_from(plan: Plan, decision: Decision) -> int:
@@ -209,6 +219,11 @@ def _why_recomputed(plan: Plan, decision: Decision) -> str:
     cost = _rate(decision.seconds_per_byte)
     if not decision.seconds_per_byte:
         return "recomputed: it is part of the kernels that read it and costs next to nothing"
+    if _fits_as_written(plan) and not _pays(plan):
+        return (
+            f"recomputed: making it again costs {cost}. There is room for it, but loops copy what "
+            "they keep, and the plan is quicker than keeping everything"
+        )
     if decision.recomputed < decision.count:
         kept = decision.count - decision.recomputed - decision.offloaded
         away = f", {decision.offloaded} wait in host memory" if decision.offloaded else ""
@@ -269,7 +284,7 @@ def _price(plan: Plan) -> Iterator[str]:
     else:
         rate = "" if more == GIB else f" ({_rate(plan.marginal_seconds_per_byte)})"
         yield f"{format_bytes(more)} more would save {format_seconds(saved)} a step{rate}"
-    if plan.keep_all_compiled_bytes is not None:
+    if plan.keep_all_compiled_bytes is not None and _pays(plan):
         yield (
             f"from a budget of {format_budget(plan.keep_all_compiled_bytes)} on nothing would be "
             f"recomputed, and a step would take {format_seconds(plan.keep_all_seconds)} instead of "

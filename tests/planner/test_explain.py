@@ -164,3 +164,18 @@ def test_what_a_larger_budget_buys_is_what_a_plan_for_it_finds(planned_deep):
     wider = jaxmem.plan(planned_deep.__wrapped__, *DEEP_ARGS, budget=budget, progress=False)
     saved = found.predicted_seconds - wider.predicted_seconds
     assert saved == pytest.approx(found.larger.saved_seconds, rel=0.02)
+
+
+def test_no_budget_is_named_where_keeping_everything_is_slower():
+    """Loops copy what they keep: a plan may be quicker than the step as written, which fits."""
+    some = explained_plan()
+    quicker = dataclasses.replace(
+        some,
+        budget_bytes=2 * some.keep_all_compiled_bytes,
+        keep_all_seconds=2 * some.predicted_seconds,
+    )
+    explained = quicker.explain()
+    assert all(reason.kept_from_bytes is None for reason in explained.reasons)
+    assert "loops copy what they keep" in why(quicker, "g002")
+    assert not any("nothing would be recomputed" in line for line in explained.sentences)
+    assert any("nothing would be recomputed" in line for line in some.explain().sentences)
