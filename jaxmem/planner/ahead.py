@@ -19,11 +19,12 @@ What that gives is measured by benchmarks/offload.py.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Loop, Op, Value
-from jaxmem.program.making import empty, kept_apart, may_be_kept_apart
+from jaxmem.program.making import empty, is_laid_out, kept_apart, may_be_kept_apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,10 @@ def one_ahead(forward: Op, backward: Op, simulator: Simulator | None = None) -> 
         backward: fetches slices of that.
         simulator: tells how long operations and copies take; without one nothing is kept apart.
     """
-    stays = _stays(forward, backward)
+    # Both in one direction: the backward scan of a rule that somebody wrote. What an iteration made
+    # is then not what the next one back reads.
+    opposite = _loop(forward).reverse != _loop(backward).reverse
+    stays = _stays(forward, backward) if opposite else []
     if not stays:
         return forward, backward
     last = [stay.value.like() for stay in stays]
@@ -72,14 +76,18 @@ def _loop(op: Op) -> Loop:
 
 
 def _stays(forward: Op, backward: Op) -> list[_Stay]:
-    """Every residual that is sent, stacked, sliced and fetched once, and nothing else."""
+    """Every residual that is sent, stacked, sliced and fetched once, and nothing else.
+
+    Not those whose types say how they lie on a mesh: what is made here does not.
+    """
     loop, back = _loop(forward), _loop(backward)
     sends = {op.outputs[0]: op for op in loop.body.ops if op.transfer == "send"}
     readers: dict[Value, list[Op]] = {}
     for op in back.body.ops:
         for value in op.values:
             readers.setdefault(value, []).append(op)
-    slices = {v: n for n, v in enumerate(backward.inputs) if isinstance(v, Value)}
+    given = Counter(v for v in backward.inputs if isinstance(v, Value))
+    slices = {v: n for n, v in enumerate(backward.inputs) if isinstance(v, Value) and given[v] == 1}
     found = []
     for result in range(loop.num_carry, len(forward.outputs)):
         host, operand = loop.body.outputs[result], slices.get(forward.outputs[result])
@@ -87,7 +95,8 @@ def _stays(forward: Op, backward: Op) -> list[_Stay]:
             continue
         formal = back.body.inputs[operand]
         reading = readers.get(formal, [])
-        if [op.transfer for op in reading] == ["fetch"] and formal not in back.body.outputs:
+        alone = [op.transfer for op in reading] == ["fetch"] and formal not in back.body.outputs
+        if alone and not is_laid_out(formal):
             found.append(_Stay(sends[host], result, reading[0], operand))
     return found
 
@@ -151,7 +160,7 @@ def _forward(op: Op, stays: list[_Stay], last: list[Value], slow: set[Value]) ->
     results = (*op.outputs[: loop.num_carry], *last, *op.outputs[loop.num_carry :])
     scan = Op(op.eqn, operands, results, changed, op.recompute, origin=op.origin)
     line = (*(empty(first, op.eqn) for first in firsts), scan)
-    formals = [v for v in dict.fromkeys(op.inputs) if isinstance(v, Value)]
+    formals = list(op.values)
     pieces = Block(body.path, tuple(formals), line, results)
     whole = replace(changed, pieces=pieces)
     return Op(op.eqn, formals, results, whole, op.recompute, origin=op.origin)

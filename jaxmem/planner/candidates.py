@@ -108,7 +108,10 @@ def carried(
         loop = nest.block.ops[pair.forward].loop
         assert loop is not None
         turn, length = (joint.block.path, pair.cut), times * loop.length
+        stacked = {v for v in (loop.body.outputs[k] for k in pair.escaping) if isinstance(v, Value)}
         for value, following in _handed_on(loop):
+            if value in stacked:
+                continue  # Others read all of it.
             if turn in turns and value.nbytes >= FEWEST_MOVED:
                 name, nbytes = str(value.key), value.nbytes * length
                 candidate = Candidate(name, following, value, nbytes, 0.0, f"carried {name}")

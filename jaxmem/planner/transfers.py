@@ -73,7 +73,7 @@ def movable(facts: Facts, turn: int) -> dict[str, list[Value]]:
     found: dict[str, list[Value]] = {}
     returned = {v for v in facts.block.outputs[facts.carried :] if isinstance(v, Value)}
     for value in facts.carries:
-        found[str(value.key)] = [value]
+        found[str(value.key)] = [] if value in returned else [value]
     for op in facts.ops[:turn]:
         for value in op.outputs:
             named = found.setdefault(kept_name(op, value), [])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
@@ -45,7 +46,7 @@ def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[O
     computed is the first number of ``value``, or that of ``other`` where the last bit of a number
     is 2: never, which XLA finds out only when the buffers are settled.
     """
-    traced = _apart(value.aval.shape, value.aval.dtype)
+    traced = _apart(value.aval.shape, value.aval.dtype, jax.config.read("jax_enable_x64"))
     known: dict[Any, Value] = dict(zip(traced.jaxpr.invars, (value, other), strict=True))
     ops = []
     for eqn in traced.jaxpr.eqns:
@@ -58,16 +59,30 @@ def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[O
 
 
 def may_be_kept_apart(value: Value) -> bool:
-    """Whether :func:`kept_apart` takes it: numbers of 1, 2, 4 or 8 bytes that have bits."""
+    """Whether :func:`kept_apart` takes it: numbers of 8, 16, 32 or 64 bits."""
     dtype = value.aval.dtype
-    return dtype.itemsize in _BITS and dtype.kind not in "cb" and bool(value.nbytes)
+    if is_laid_out(value) or not value.nbytes:
+        return False
+    if jnp.issubdtype(dtype, jnp.floating):
+        width = jnp.finfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.integer):
+        width = jnp.iinfo(dtype).bits
+    else:
+        return False
+    return width == 8 * dtype.itemsize and dtype.itemsize in _BITS
+
+
+def is_laid_out(value: Value) -> bool:
+    """Whether the type of ``value`` says how it lies on a mesh (explicit axes)."""
+    sharding = getattr(value.aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
 
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @functools.lru_cache(maxsize=1024)
-def _apart(shape: tuple[int, ...], dtype: Any) -> Any:
+def _apart(shape: tuple[int, ...], dtype: Any, x64: bool) -> Any:
     def apart(value: Any, other: Any) -> Any:
         one = (1,) * len(shape)
         first, its = (lax.slice(a, (0,) * len(shape), one) for a in (value, other))

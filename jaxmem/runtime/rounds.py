@@ -34,8 +34,9 @@ _AIM = 0.985
 # A simple answer predicted to be this much over its room may still compile to less; so many of them
 # are tried where they are quicker than what was found, by more than rounding.
 _PERHAPS, _MOST_QUICKER, _SAME = 1.02, 3, 1e-6
-# On paper this much quicker than the step as written is quicker on the device, too.
-_CLEARLY = 0.03
+# On paper this much quicker than the step as written is quicker on the device, too: so much of the
+# step, and so many seconds, for launches of kernels are not on paper.
+_CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 # Programs that are timed beside the step as written, and searches for them where it fits.
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
@@ -147,8 +148,10 @@ class _Rounds(Tries):
         if self.compiler.target.platform != "gpu" or not loops or search.ruled.total:
             return written
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
-        solution = search.solve(limit)
-        if solution is None or solution.seconds > (1 - _CLEARLY) * search.keep_all.seconds:
+        solution, least = search.solve(limit), search.keep_all.seconds
+        gained = 0.0 if solution is None else least - solution.seconds
+        enough = gained >= max(_CLEARLY * least, _FEWEST_SECONDS)
+        if solution is None or not enough or self.compiler.deadline.ran_out:
             return written
         self._try(solution, limit, "search")
         return self.best() if self.fitting else written
