@@ -9,6 +9,7 @@ then written out and simulated as it would be emitted, and only that counts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -154,6 +155,22 @@ class Search:
         XLA:CPU makes nothing better.
         """
         self.cautious, self.settle = wanted, wanted and not self.scheduler.host
+
+    @contextlib.contextmanager
+    def afresh(self) -> Iterator[None]:
+        """Search as if nothing had been compiled yet, and then go on from where it was."""
+        before = self.pinned, self.cautious
+        self.unpin()
+        self.settle_more(False)
+        try:
+            yield
+        finally:
+            self.pinned = before[0]
+            self.settle_more(before[1])
+
+    def smallest_carried(self, host_bytes: int) -> Solution | None:
+        """The smallest of the simple answers with what loops carry in host memory, if they do."""
+        return WithHost(self, 0, host_bytes).smallest()
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""

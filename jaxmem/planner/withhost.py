@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -87,12 +88,8 @@ class WithHost:
         away = self._carried_away()
         if not away or self.over():
             return None
-        search = self.search
-
-        def evaluate(keep: KeptSets) -> Solution:
-            return search.on_paper({t: k | away.get(t, frozenset()) for t, k in keep.items()}, away)
-
-        starts = [s for s in self._starts(evaluate) if s.temp_bytes <= aim]
+        search, evaluate = self.search, functools.partial(self._evaluate, away)
+        starts = [s for s in self._starts(away) if s.temp_bytes <= aim]
         if not starts:
             return None
         groups = outside(search.ruled.free(search.groups), search.scheduler.unrolled)
@@ -100,10 +97,21 @@ class WithHost:
         filled = filler.best(sorted(starts, key=lambda s: s.cost)[:_MOST_STARTS], aim)
         return replace(filled, solver="loops carry through host memory", why=_WHY_CARRIED)
 
-    def _starts(self, evaluate: Callable[[KeptSets], Solution]) -> Iterator[Solution]:
+    def smallest(self) -> Solution | None:
+        """The smallest with what loops carry in host memory; ``None`` where there is no such."""
+        away = self._carried_away()
+        starts = [self.search.judged(s) for s in self._starts(away)] if away else []
+        return min(starts, key=lambda s: (s.temp_bytes, s.seconds), default=None)
+
+    def _starts(self, away: Keep) -> Iterator[Solution]:
+        """The simple answers with what loops carry in host memory."""
         for base in self.search.bases():
             if not is_nested(base.keep):
-                yield evaluate(base.keep)
+                yield self._evaluate(away, base.keep)
+
+    def _evaluate(self, away: Keep, keep: KeptSets) -> Solution:
+        kept = {turn: names | away.get(turn, frozenset()) for turn, names in keep.items()}
+        return self.search.on_paper(kept, away)
 
     def _carried_away(self) -> Keep:
         """The names of what loops carry, the largest first as far as there is host memory."""

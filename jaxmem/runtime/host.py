@@ -168,7 +168,12 @@ class OnHost:
     def smallest(self) -> Solution | None:
         """The smallest program on paper with as much as possible in host memory."""
         most = self.sets(2**63)[-1]
-        if not most or not self.search.choices:
+        if not self.search.choices:
             return None
+        away = self.program.host_bytes(self.program.hosting(most))
         with self._hosting(most):
-            return self.search.smallest_first()[0]
+            with self.search.afresh():
+                carried = self.search.smallest_carried(self.allowed - away)
+            found = [self.search.smallest_first()[0]] if most else []
+        found += [carried] if carried is not None else []
+        return min(found, key=lambda s: (s.temp_bytes, s.seconds), default=None)

@@ -287,6 +287,18 @@ class _Rounds(Tries):
         self.report("looking for what host memory makes possible")
         # What other programs compiled to says little about one with transfers.
         self.scale = self.unscaled
+        with self.search.afresh():
+            self._fewest_in_host_memory()
+        if self.fitting:
+            return
+        # Paper may say too much of it; an error would name this one.
+        smallest = host.smallest()
+        if smallest is not None and smallest.key not in self.tried and self.left() > 0:
+            self._attempt_with_host(smallest)
+
+    def _fewest_in_host_memory(self) -> None:
+        """The fewest leaves with which something fits on paper, until one compiles to that."""
+        host = self.host
         sets = host.sets(self.budget)
         first = 0
         # The last compile is for what an error names: the smallest program with what helps there.
@@ -299,10 +311,6 @@ class _Rounds(Tries):
             self._attempt_with_host(solution)
             if self.fitting:
                 return
-        # Paper may say too much of it; an error would name this one.
-        smallest = host.smallest()
-        if smallest is not None and smallest.key not in self.tried and self.left() > 0:
-            self._attempt_with_host(smallest)
 
     def _quicker_with_host(self) -> None:
         """With host memory allowed, state that waits there may leave room for fewer repetitions."""

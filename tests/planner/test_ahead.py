@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxmem
 from jaxmem.planner.search import Search
 from jaxmem.program.ir import Block, Value
 from jaxmem.program.making import kept_apart, may_be_kept_apart
@@ -64,6 +65,71 @@ def test_results_are_the_same(length: int, reverse: bool):
     x = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((length, 16, 16)) / 4, jnp.float32)
     search, written = with_everything_away(lambda x, w: scanned(x, w, reverse=reverse), x, w)
+    args = [*search.program.consts, x, w]
+    options = memory_schedules(Target("cpu"))[0]
+    run = compile_for("cpu", as_function(written), args, options=options).executable
+    assert_same(jax.jit(as_function(search.program.block))(*args), run(*args))
+
+
+@jax.custom_vjp
+def chunked(x, w):
+    """A sum over chunks, whose gradient goes through them in the same direction again."""
+    return chunked_forward(x, w)[0]
+
+
+def chunked_forward(x, w):
+    def chunk(total, w):
+        y = jnp.tanh(x @ w)
+        return total + (y**2).sum(), y
+
+    total, ys = lax.scan(chunk, 0.0, w)
+    return total, (x, w, ys)
+
+
+def chunked_backward(kept, g):
+    x, w, ys = kept
+
+    def chunk(total, given):
+        w, y = given
+        d = 2 * g * y * (1 - y * y)
+        return total + d @ w.T, x.T @ d
+
+    return lax.scan(chunk, jnp.zeros_like(x), (w, ys))
+
+
+chunked.defvjp(chunked_forward, chunked_backward)
+
+
+def hidden_states(x, w):
+    """What is carried is also collected, and read by others."""
+
+    def layer(x, w):
+        y = jnp.tanh(x @ w)
+        return x + jnp.sin(y @ w.T), x
+
+    x, states = lax.scan(layer, x, w)
+    return (x**2).mean() + jnp.sin(states).sum()
+
+
+def counted(x, w):
+    """Numbers that the program is written with, and an integer, are carried too."""
+
+    def layer(carry, w):
+        x, total, count = carry
+        y = jnp.tanh(x @ w)
+        return (x + jnp.sin(y @ w.T), total + (y**2).sum(), count + 1), None
+
+    (x, total, count), _ = lax.scan(layer, (x, 0.0, jnp.int32(0)), w)
+    return (x**2).mean() + total * count
+
+
+@pytest.mark.parametrize("net", [chunked, hidden_states, counted])
+def test_results_of_other_loops_are_the_same(net):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((5, 16, 16)) / 4, jnp.float32)
+    search, written = with_everything_away(net, x, w)
+    assert loops_with(written, "send")
     args = [*search.program.consts, x, w]
     options = memory_schedules(Target("cpu"))[0]
     run = compile_for("cpu", as_function(written), args, options=options).executable
@@ -158,10 +224,10 @@ def test_what_is_kept_apart_is_the_same_bit_for_bit(dtype: str, shape: tuple[int
 
 
 def test_what_has_no_bits_of_its_own_is_not_kept_apart():
-    assert not any(
-        may_be_kept_apart(Value(jax.ShapeDtypeStruct((2,), dtype)))
-        for dtype in (bool, np.complex64, np.complex128)
-    )
+    others = [bool, np.complex64, np.complex128, jnp.int4, jnp.uint4, jnp.float4_e2m1fn]
+    keys = jax.random.split(jax.random.key(0))
+    values = [Value(jax.ShapeDtypeStruct((2,), dtype)) for dtype in (*others, keys.dtype)]
+    assert not any(map(may_be_kept_apart, values))
     assert not may_be_kept_apart(Value(jax.ShapeDtypeStruct((0, 2), np.float32)))
 
 
@@ -181,3 +247,27 @@ def test_what_loops_carry_is_kept_on_the_host_where_nothing_fits_without():
     assert found.temp_bytes <= limit
     assert found.host_bytes >= 48 * 4096 * 256 * 4
     assert without is None or without.seconds > found.seconds
+
+
+def test_what_loops_carry_makes_smaller_budgets_work_by_itself():
+    """The error names a budget that takes host memory, and that budget works."""
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 512, 512), jnp.bfloat16)
+
+    def step(w, x):
+        def layer(x, w):
+            return x + jnp.tanh(jnp.tanh(x @ w) @ w), None
+
+        return jax.grad(lambda w: (lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).sum())(w)
+
+    def planned(budget, **options):
+        return jaxmem.plan(step, w, x, budget=budget, target="h200", progress=False, **options)
+
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as without:
+        planned("30MiB", host_budget=0)
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as found:
+        planned("30MiB")
+    assert found.value.smallest_bytes < without.value.smallest_bytes
+    plan = planned(found.value.smallest_bytes)
+    assert plan.compiled_bytes <= found.value.smallest_bytes
+    assert plan.host_bytes >= 16 * 4096 * 512 * 2
