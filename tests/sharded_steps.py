@@ -94,6 +94,26 @@ def data_parallel(axis_type: AxisType) -> None:
     assert 0.8 < plan.predicted_bytes / plan.compiled_bytes < 1.25
 
 
+def scanned(axis_type: AxisType) -> None:
+    """What loops stack lies on the mesh as its rows do; six layers are not split over four."""
+    over = mesh(axis_type)
+    ws = jax.device_put(jnp.stack(W[:6]), NamedSharding(over, PartitionSpec()))
+    x = jax.device_put(X, NamedSharding(over, PartitionSpec("d")))
+
+    def layer(x, w):
+        for _ in range(3):
+            x = x + jnp.tanh(x @ w)
+        return x, None
+
+    def scan_step(ws, x):
+        return ws - 0.1 * jax.grad(lambda ws: (jax.lax.scan(layer, x, ws)[0] ** 2).mean())(ws)
+
+    budget = int(0.7 * total_bytes(scan_step, ws, x))
+    fitted = jaxmem.fit(scan_step, budget=budget, progress=False)
+    same(jax.jit(scan_step)(ws, x), fitted(ws, x))
+    assert fitted.plan(ws, x).recomputed()
+
+
 def accumulated(axis_type: AxisType) -> None:
     """Every microbatch has rows of every device, so none moves; AUTO keeps it so."""
     over = mesh(axis_type)
@@ -218,6 +238,8 @@ def ambient_mesh() -> None:
 CHECKS = {
     "data parallel": lambda: data_parallel(AxisType.Auto),
     "explicit axes": lambda: data_parallel(AxisType.Explicit),
+    "scanned": lambda: scanned(AxisType.Auto),
+    "scanned, explicit axes": lambda: scanned(AxisType.Explicit),
     "accumulated": lambda: accumulated(AxisType.Auto),
     "accumulated, explicit axes": lambda: accumulated(AxisType.Explicit),
     "rows of each device": rows_of_each_device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value, stacked
 from jaxmem.program.loops import Pair
 from jaxmem.program.making import in_pieces
 
@@ -163,16 +163,16 @@ class _Stacks:
 
     def of(self, value: Value) -> Value:
         """The stacked form of a value of the forward body."""
-        stacked = self.known.get(value)
-        if stacked is None:
-            stacked = self.residuals.get(value)
-            if stacked is None:
-                aval = value.aval.update(shape=(self.length, *value.aval.shape))
-                stacked = Value(aval, f"{self.prefix}.{value.key}", host=value.host)
-            self.known[value] = stacked
+        stack = self.known.get(value)
+        if stack is None:
+            stack = self.residuals.get(value)
+            if stack is None:
+                aval = stacked(value.aval, self.length)
+                stack = Value(aval, f"{self.prefix}.{value.key}", host=value.host)
+            self.known[value] = stack
             self.body.append(value)
-            self.outer.append(stacked)
-        return stacked
+            self.outer.append(stack)
+        return stack
 
     def body_outputs(self) -> tuple[Atom, ...]:
         return tuple(self.body)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.planner.pairs import Halves
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value, stacked
 from jaxmem.program.making import empty, index_number, index_value
 
 
@@ -212,7 +212,7 @@ def _back(halves: Halves, again: _Half) -> _Half:
 
 
 def _whole_of(row: Value, length: int) -> Value:
-    return Value(row.aval.update(shape=(length, *row.aval.shape)))
+    return Value(stacked(row.aval, length))
 
 
 def _needed(

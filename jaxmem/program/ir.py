@@ -70,6 +70,18 @@ def aval_bytes(aval: Any) -> int:
     return size
 
 
+def stacked(aval: Any, length: int) -> Any:
+    """The aval of ``length`` rows of ``aval``; where types say how rows lie on a mesh, so do these.
+
+    >>> stacked(jax.core.ShapedArray((3,), "float32"), 2).shape
+    (2, 3)
+    """
+    sharding, shape = getattr(aval, "sharding", None), (length, *aval.shape)
+    if sharding is None or sharding.mesh.empty:
+        return aval.update(shape=shape)
+    return aval.update(shape=shape, sharding=sharding.update(spec=(None, *sharding.spec)))
+
+
 class Op:
     """One operation: an equation as data with its operands and results as values.
 
