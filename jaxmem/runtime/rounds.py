@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError
 from jaxmem.planner.fill import Solution
 from jaxmem.runtime import describe, policed
@@ -114,7 +116,7 @@ class _Rounds(Tries):
             written = Chosen(None, plain, self.rounds[-1].predicted_bytes)
             if self.bench is not None:
                 return self._beside(written)
-            return self.outcome_of(self._quicker_than(written))
+            return self._quicker_than(written)
         self._note_trials()
         if self.start is not None:
             attempt = self.compiler.attempt(self.start)
@@ -136,7 +138,7 @@ class _Rounds(Tries):
         self._try_simple()
         return self._measured(self.bench, self._quickest())
 
-    def _quicker_than(self, written: Chosen) -> Chosen:
+    def _quicker_than(self, written: Chosen) -> Outcome:
         """The step as written, which fits, or what is clearly quicker on paper.
 
         That happens where loops copy what they keep into stacks: 16 scanned layers take 128 ms on
@@ -146,15 +148,21 @@ class _Rounds(Tries):
         search = self.search
         loops = any(inner.pairs for inner in search.nest.walk())
         if self.compiler.target.platform != "gpu" or not loops or search.ruled.total:
-            return written
+            return self.outcome_of(written)
         limit = int((self.budget - self.fixed) / self.scale * _AIM)
         solution, least = search.solve(limit), search.keep_all.seconds
         gained = 0.0 if solution is None else least - solution.seconds
         enough = gained >= max(_CLEARLY * least, _FEWEST_SECONDS)
         if solution is None or not enough or self.compiler.deadline.ran_out:
-            return written
-        self._try(solution, limit, "search")
-        return self.best() if self.fitting else written
+            return self.outcome_of(written)
+        try:
+            self._try(solution, limit, "search")
+        except jax.errors.JaxRuntimeError as error:
+            # The step works without; that XLA failed must not stop it, and must be said.
+            outcome, said = self.outcome_of(written), str(error).splitlines()[0][:200]
+            note = f"a program predicted {gained / least:.1%} quicker did not compile: {said}"
+            return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, note)))
+        return self.outcome_of(self.best() if self.fitting else written)
 
     def _beside(self, written: Chosen) -> Outcome:
         """The step as written, or what is quicker on the device."""

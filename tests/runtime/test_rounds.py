@@ -157,3 +157,13 @@ def test_a_policy_and_a_cpu_leave_a_step_that_fits_as_it_is_written():
     )
     here = jaxmem.plan(scanned, *shapes, budget=None, progress=False)
     assert here.solver == "keep-all"
+
+
+def test_what_does_not_compile_leaves_a_step_that_fits_as_it_is_written(monkeypatch):
+    def failing(self, solution, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no kernel found\nsomewhere")
+
+    monkeypatch.setattr(Compiler, "attempt", failing)
+    plan = jaxmem.plan(scanned, *scanned_args(), budget=None, target="h200", progress=False)
+    assert plan.solver == "keep-all"
+    assert any("did not compile: INTERNAL: no kernel found" in note for note in plan.notes)
