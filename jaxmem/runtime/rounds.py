@@ -254,8 +254,9 @@ class _Rounds(Tries):
             hopeless = left <= 0 and not self.fitting
             if solution is None or solution.key in self.tried or hopeless:
                 return
-            if self.fitting and solution.seconds >= min(c.cost[0] for c in self.fitting):
-                return  # More room is of no use.
+            on_gpu = self.compiler.target.platform == "gpu"
+            if on_gpu and self.fitting and solution.seconds >= self.best().cost[0]:
+                return  # More room is of no use; on a CPU one more compile predicts better.
             self.announce(solution)
             predicted = self.predicted(solution)
             attempt = self.compiler.attempt(solution)
