@@ -5,6 +5,7 @@ import sys
 import types
 import typing
 
+from jaxmem import _before_jax
 from jaxmem.errors import (
     AbstractCallError,
     ArgumentError,
@@ -80,6 +81,8 @@ _HOMES = {
 }
 _MODULES = ("policies",)
 
+
+_before_jax.raise_limit()
 
 # Verbs that have a module of their own name.
 _VERBS = ("fit", "frontier")

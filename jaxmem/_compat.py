@@ -267,6 +267,11 @@ def has_nvidia_gpu() -> bool:
     return hardware_utils.has_visible_nvidia_gpu()
 
 
+def has_started() -> bool:
+    """Whether JAX has a backend already, with the settings it found then."""
+    return xla_bridge.backends_are_initialized()
+
+
 def has_topology(platform: str) -> bool:
     """Whether a plugin that can describe absent devices of ``platform`` is registered."""
     return platform in xla_bridge._topology_factories

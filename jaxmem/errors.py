@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class JaxmemError(Exception):
@@ -95,6 +97,22 @@ class MissingExtraError(JaxmemError, ImportError):
 
 class VerificationError(JaxmemError):
     """The compiled program is not what the plan says: over budget, or recomputation undone."""
+
+
+class CutError(JaxmemError, ValueError):
+    """An argument leaf cannot wait in host memory until it is updated."""
+
+
+class StepInterruptedError(JaxmemError, RuntimeError):
+    """A step failed after some of its leaves had been updated; nothing that it needs is lost.
+
+    Attributes:
+        resume: runs what is left of the step and returns its results; may be called again.
+    """
+
+    def __init__(self, message: str, *, resume: Callable[[], Any]):
+        super().__init__(message)
+        self.resume = resume
 
 
 class PolicyError(JaxmemError, ValueError):

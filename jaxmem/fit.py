@@ -18,8 +18,9 @@ from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
+from jaxmem.program.ir import Program
 from jaxmem.program.microbatches import standing_for
-from jaxmem.runtime import following, microbatches, policed, rounds
+from jaxmem.runtime import following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.bench import Bench, check_measure
 from jaxmem.runtime.bound import BoundStep, refuse_settings
@@ -52,6 +53,7 @@ class FittedStep:
         progress: bool | Report | None,
         plan: Plan | None = None,
         host_budget: Budget = None,
+        host: str | Sequence[str] | None = None,
         policy: Policy | None = None,
         measure: bool = False,
         time_limit: float | None = None,
@@ -85,7 +87,7 @@ class FittedStep:
         self._policy, self._measure, self._time_limit = policy, measure, time_limit
         check_budget(budget)
         check_host_budget(host_budget)
-        self._host_budget = host_budget
+        self._host_budget, self._host = host_budget, streamed.check_patterns(host, plan, measure)
         if target is not None:
             Target.resolve(target)
         self._traced: dict[Hashable, Traced] = {}
@@ -154,7 +156,8 @@ class FittedStep:
     def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
         """Where the peak of the planned program is and what fills it."""
         traced, outcome = self._planned(args, kwargs)
-        return report_on(traced.program, self._target(), outcome.block, outcome.compiled)
+        program = outcome.program(traced.program)
+        return report_on(program, self._target(), outcome.block, outcome.compiled)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The positional arguments, every array where the plan wants it.
@@ -202,6 +205,15 @@ class FittedStep:
                 "Leave host_budget out to follow the plan, or plan again with it."
             )
 
+    def _streamed(self, program: Program, target: Target) -> streamed.Asked | None:
+        """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
+        if self._given is not None and self._given.streamed is not None:
+            self._check_host(self._given, target)
+            return streamed.planned(program, self._given)
+        if not self._host:
+            return None
+        return streamed.asked_by(program, self._host, self._host_bytes(target))
+
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
             given = self._given
@@ -220,7 +232,19 @@ class FittedStep:
             if bench is not None:
                 bench.check(traced.program)
             with progress(self._progress, f"planning {self._caller.name}") as report:
-                if self._given is not None:
+                asked = self._streamed(traced.program, target)
+                if asked is not None:
+                    outcome = streamed.fit(
+                        traced.program,
+                        asked,
+                        target,
+                        budget_bytes,
+                        report,
+                        check=bool(self._verify),
+                        policy=self._policy,
+                        deadline=deadline,
+                    )
+                elif self._given is not None:
                     self._check_host(self._given, target)
                     outcome = following.follow(compiler, self._given, budget_bytes, report)
                 elif traced.automatic:
@@ -267,6 +291,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    host: str | Sequence[str] | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -283,6 +308,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    host: str | Sequence[str] | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -298,6 +324,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
+    host: str | Sequence[str] | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -327,6 +354,10 @@ def fit(
             only where nothing fits without: values that cross from forward to backward, and an
             optimizer's moments, are then kept there. A number lets plans use it to be faster,
             ``0`` never.
+        host: argument leaves that live in pinned host memory, by their paths:
+            ``"*.opt_state*"``, or several such patterns. Those of 1 MiB and more are fetched,
+            updated and sent back one after the other, beside each other's copies. They must be
+            donated.
         policy: what of the forward pass to save, offload and recompute for the backward pass, in
             the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
             value is followed as it is; the rules of ``policies.planned.override(...)`` bind the
@@ -388,6 +419,7 @@ def fit(
         "progress": progress,
         "plan": plan,
         "host_budget": host_budget,
+        "host": host,
         "policy": policy,
         "measure": measure,
         "time_limit": time_limit,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
     from jaxmem.planner.explain import Explanation
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -151,6 +151,25 @@ class Larger:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """How argument leaves that wait in host memory are updated: one after the other.
+
+    Attributes:
+        updates: how many pieces the update runs in; ``programs`` of them are different.
+        fetched_bytes: bytes copied to the device in a step; ``sent_bytes`` those copied back.
+        window_bytes: the most device memory that the copies take at a time.
+        exposed_seconds: predicted time of a step in which only copies run.
+    """
+
+    updates: int
+    programs: int
+    fetched_bytes: int
+    sent_bytes: int
+    window_bytes: int
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to keep, recompute and offload so that a step fits: plain data, deterministic.
 
@@ -168,6 +187,8 @@ class Plan:
         keep_all_compiled_bytes: compiled peak of the program as written; ``None`` if not compiled.
         host_bytes: bytes the plan keeps in host memory: arguments and temporaries.
         hosted: paths of the argument leaves that live in host memory between steps.
+        streamed: how they are updated where the step runs in pieces for that; ``None`` where it is
+            one program.
         predicted_seconds: predicted time of one step on the target.
         keep_all_seconds: predicted time of one step as written.
         decisions: one entry per group of values that live from forward to backward.
@@ -216,6 +237,7 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
     hosted: tuple[str, ...] = ()
+    streamed: Streamed | None = None
     microbatches: int = 1
     settled: bool = False
     larger: Larger | None = None

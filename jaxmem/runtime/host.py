@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from jaxmem._before_jax import USABLE_SHARE
 from jaxmem.errors import BudgetError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
@@ -17,8 +18,6 @@ from jaxmem.targets.pinned import LIMIT_VARIABLE
 from jaxmem.targets.target import Target
 from jaxmem.units import budget_bytes, format_bytes
 
-# Of a host's memory; data loading, the program itself and other processes need the rest.
-_USABLE_SHARE = 0.8
 # Numbers of hosted leaves that are looked at, from the fewest that could be enough to all of them;
 # and of those the ones that are compared for speed.
 _MOST_SETS, _MOST_COMPARED = 16, 3
@@ -28,7 +27,7 @@ def host_memory(target: Target, wanted: int | None) -> int:
     """Bytes of host memory for each device; ``None`` stands for what the host has."""
     if wanted is not None:
         return wanted
-    usable = min(int(target.host_bytes * _USABLE_SHARE), target.pinned_host_bytes)
+    usable = min(int(target.host_bytes * USABLE_SHARE), target.pinned_host_bytes)
     return usable // max(1, target.devices_per_host)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxmem.program.calling import Call, Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
+from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
@@ -26,29 +28,34 @@ class Step:
     Attributes:
         traced: the step as the user wrote it.
         outcome: the plan and the program that follows it.
-        local: what is called; the planned executable itself where the target is this machine.
+        local: runs it, given captured constants and then the arrays of all argument leaves.
     """
 
     traced: Traced
     outcome: Outcome
-    local: jax.stages.Compiled
+    local: Callable[[Sequence[Any]], Sequence[Any]]
 
     @classmethod
     def make(cls, traced: Traced, outcome: Outcome) -> Step:
         """Compile for the local device if the plan was made for another one."""
-        if outcome.compiled.runs_here:
-            return cls(traced, outcome, outcome.compiled.executable)
-        program, block = traced.program, outcome.block
-        hosting = outcome.hosting
-        compiled = compile_for(
-            None,
-            as_function(block),
-            program.avals(hosting),
-            donate=program.donated,
-            out_shardings=program.out_shardings(hosting),
-            options=memory_schedules(Target.local(measure=False))[-1],
-        )
-        return cls(traced, outcome, compiled.executable)
+        executable, stream = outcome.compiled.executable, outcome.stream
+        if not outcome.compiled.runs_here:
+            program = outcome.program(traced.program)
+            hosting = Hosting() if stream else outcome.hosting
+            executable = compile_for(
+                None,
+                as_function(outcome.block),
+                program.avals(hosting),
+                donate=program.donated,
+                out_shardings=program.out_shardings(hosting),
+                options=memory_schedules(Target.local(measure=False))[-1],
+            ).executable
+            stream = stream and stream.compiled_again(
+                executable, compile_parts(stream.cut.parts, None)
+            )
+        if stream is None:
+            return cls(traced, outcome, lambda ready: executable(*ready))
+        return cls(traced, outcome, stream)
 
     def __call__(self, call: Call) -> Any:
         """Run one step.
@@ -62,7 +69,7 @@ class Step:
         """
         program = self.traced.program
         ready = on_host(program, self.outcome.hosting, inputs(program, call))
-        outs = self.local(*program.consts, *ready)
+        outs = self.local([*program.consts, *ready])
         return self.traced.rebuild(outs)
 
     def check_against_plain(self, call: Call) -> None:
@@ -88,7 +95,7 @@ class Step:
         arguments = [copied(leaf) for leaf in inputs(program, call)]
         reference = plain.executable(*program.consts, *arguments)
         hosted = on_host(program, self.outcome.hosting, arguments)
-        found = self.local(*program.consts, *hosted)
+        found = self.local([*program.consts, *hosted])
 
         def nearby() -> list[Any]:
             moved = [verify.nudged(leaf, n) for n, leaf in enumerate(inputs(program, call))]

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan, Round
-from jaxmem.program.ir import Block, Hosting
+from jaxmem.program.ir import Block, Hosting, Program
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.planned import Chosen, plan_of
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.stream import Stream
 from jaxmem.targets.compiling import Compiled
 from jaxmem.units import format_bytes
 
@@ -20,13 +21,23 @@ MOST_COMPILES = 12
 class Outcome:
     """A program compiled for the target, within the budget, and the plan it follows.
 
-    ``hosting`` says which of its inputs and results are in host memory.
+    Attributes:
+        plan: the plan.
+        block: the schedule; of a step that is cut that of its first part, as ``compiled``.
+        compiled: the program.
+        hosting: which inputs and results of the step are in host memory.
+        stream: how a step that is cut runs; ``None`` where it is one program.
     """
 
     plan: Plan
     block: Block
     compiled: Compiled
     hosting: Hosting = field(default_factory=Hosting)
+    stream: Stream | None = None
+
+    def program(self, whole: Program) -> Program:
+        """The program that ``block`` is a schedule of: the step, or its first part."""
+        return whole if self.stream is None else self.stream.cut.first
 
 
 class Tries:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxmem._before_jax import host_bytes
 from jaxmem.errors import TargetError
 from jaxmem.targets import measured, table, topology
 from jaxmem.targets.pinned import pinned
@@ -85,27 +85,6 @@ def processor() -> dict[str, Any]:
             f"rates assumed: {_CORE_FLOPS['float32'] / 1e9:.0f} GFLOP/s on each of {cores} cores",
         ),
     }
-
-
-def host_bytes() -> int:
-    """Bytes of memory this process may use: physical memory, or a lower cgroup limit."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def _cgroup_limits(memberships: Path, root: Path) -> list[int]:
-    """Limits of the process's cgroup and of every one above it, for cgroup versions 1 and 2."""
-    folders = [root / "memory"]
-    if memberships.is_file():
-        for line in memberships.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            base = root if not controllers else root / "memory"
-            if not controllers or "memory" in controllers.split(","):
-                own = base / path.lstrip("/")
-                folders += [own, *(f for f in own.parents if f.is_relative_to(base))]
-    files = [f / name for f in folders for name in ("memory.max", "memory.limit_in_bytes")]
-    texts = [file.read_text().strip() for file in files if file.is_file()]
-    return [int(text) for text in texts if text.isdigit()]
 
 
 def _gpu(device: Any) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import os
 import platform
 from typing import Any, NamedTuple
 
+from jaxmem import _before_jax
+from jaxmem._before_jax import LIMIT_VARIABLE
 from jaxmem.units import format_bytes
 
-# `GetGpuHostAllocator` of openxla/xla: one pool for each process, of 64 GiB unless this variable,
-# a whole number of GiB read when the backend starts, says otherwise.
-LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_BYTES = 64 * 2**30
 # Windows gives its Linux subsystem little memory to pin, whatever the machine has: allocations
 # failed above 500 MB (microsoft/WSL#14078) and near 1 GB (NVIDIA/nvidia-docker#1725).
@@ -44,7 +43,8 @@ def pinned(device: Any, host_bytes: int) -> Pinned:
         return Pinned(min(host_bytes, WSL_BYTES), "pinned host memory assumed: what WSL allows")
     given = os.environ.get(LIMIT_VARIABLE, "")
     if given.strip().isdigit():
-        limit, source = int(given) * 2**30, LIMIT_VARIABLE
+        limit = int(given) * 2**30
+        source = "raised by jaxmem" if _before_jax.raised else LIMIT_VARIABLE
     else:
         limit, source = DEFAULT_BYTES, "XLA's default"
     if host_bytes < limit:

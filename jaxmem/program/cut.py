@@ -1,0 +1,350 @@
+"""Cut a step by its results: what needs nothing that waits on the host, then updates in parts.
+
+An optimizer's update reads each leaf of its state once, late, and with little else. So the step
+becomes a first part, which computes loss and gradients, and for each leaf that waits in host
+memory a part of its own, which runs when that leaf has arrived. The parts are slices of the traced
+program: whatever an optimizer does with each leaf, they do.
+
+Where leaves meet only in small values (the norm of all updates, by which they are clipped), each
+leaf has two parts, one before those are known and one after, and is fetched for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxmem.errors import CutError
+from jaxmem.program.crossing import Crossing
+from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
+from jaxmem.program.waiting import SMALL_BYTES, Waiting
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One piece of a step that is cut.
+
+    Attributes:
+        block: what it does; its values are those of the step.
+        fetched: those of its inputs that wait in host memory.
+        sent: those of its outputs that go there.
+        over: positions of inputs that nobody reads afterwards.
+        donated: those of them whose buffers outputs take.
+    """
+
+    block: Block
+    fetched: tuple[Value, ...]
+    sent: tuple[Value, ...] = ()
+    over: tuple[int, ...] = ()
+    donated: tuple[int, ...] = ()
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that come from the host."""
+        return sum(v.nbytes for v in self.fetched)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that go to the host."""
+        return sum(v.nbytes for v in self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A step that is cut.
+
+    Attributes:
+        program: the step.
+        hosting: which of its inputs and results wait in host memory.
+        first: the first part, a program of its own: it takes every argument that is on the device.
+        sent: results of the first part that go to the host.
+        parts: the others, in order.
+    """
+
+    program: Program
+    hosting: Hosting
+    first: Program
+    sent: tuple[Value, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The arguments of the first part, by their numbers among those of the step."""
+        consts = len(self.program.consts)
+        numbers = range(len(self.program.arguments))
+        return tuple(n for n in numbers if consts + n not in self.hosting.inputs)
+
+    @property
+    def hosted_results(self) -> list[tuple[int, Value]]:
+        """The results that go to the host, with their numbers."""
+        outputs = self.program.block.outputs
+        numbered = ((n, outputs[n]) for n in sorted(self.hosting.results))
+        return [(n, v) for n, v in numbered if isinstance(v, Value)]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that come from the host in a step."""
+        return sum(part.fetched_bytes for part in self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that go to the host in a step."""
+        return sum(v.nbytes for v in self.sent) + sum(part.sent_bytes for part in self.parts)
+
+
+def cut(program: Program, hosted: Iterable[int], bucket_bytes: int = 0) -> Cut:
+    """Cut a step so that argument leaves may wait in host memory until they are updated.
+
+    Args:
+        program: the step.
+        hosted: numbers of argument leaves that are donated and come back as results.
+        bucket_bytes: leaves that are smaller are updated together, up to so many bytes.
+
+    Raises:
+        CutError: a leaf does not come back, or an effect needs one that waits.
+    """
+    return _Cutter(program, frozenset(hosted), bucket_bytes).cut()
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A part before it is known who reads what last.
+
+    Attributes:
+        leaf: the leaf that stands for those it updates; ``None`` for a joint.
+        ready: how late in the step the last of what it is handed is made.
+    """
+
+    leaf: Value | None
+    ops: tuple[Op, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    fetched: tuple[Value, ...]
+    ready: int
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(v.nbytes for v in self.fetched)
+
+
+class _Cutter:
+    def __init__(self, program: Program, hosted: frozenset[int], bucket_bytes: int):
+        self.program, self.bucket_bytes = program, bucket_bytes
+        self.hosting = program.hosting(hosted)
+        self._check_returned(hosted)
+        block, consts = program.block, len(program.consts)
+        paths = {block.inputs[consts + n]: program.arguments[n].path for n in sorted(hosted)}
+        self.waiting = Waiting(program, paths)
+        self.makers = {v: op for op in block.ops for v in op.outputs}
+        self.at = {op: n for n, op in enumerate(block.ops)}
+        self.resident = {v: n for n, v in enumerate(block.inputs) if v not in paths}
+        self.crossing = Crossing(self.makers, self.resident)
+
+    def _check_returned(self, hosted: frozenset[int]) -> None:
+        program = self.program
+        back = {position - len(program.consts) for position in program.places.values()}
+        for n in sorted(hosted - back):
+            leaf = program.arguments[n]
+            fix = "" if leaf.donated else " It is not donated: see donate_argnums."
+            raise CutError(
+                f"{program.name} cannot keep {leaf.path} in host memory: no result of that shape "
+                f"takes its place.{fix}"
+            )
+
+    def cut(self) -> Cut:
+        waiting, block = self.waiting, self.program.block
+        results = list(dict.fromkeys(v for v in block.outputs if isinstance(v, Value)))
+        pieces = self._pieces([v for v in results if v in waiting and v not in waiting.hosted])
+        handed = {v for p in pieces for v in p.inputs if v not in waiting and v in self.makers}
+        first = self._first([v for v in self.makers if v in handed], pieces)
+        numbers = sorted(self.hosting.results)
+        hosted = {v for n in numbers if isinstance(v := block.outputs[n], Value)}
+        parts = tuple(self._parts(pieces, {v for v in results if v not in hosted}, hosted))
+        sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
+        return Cut(self.program, self.hosting, first, sent, parts)
+
+    # --- pieces -----------------------------------------------------------------------------
+
+    def _pieces(self, results: Sequence[Value]) -> list[_Piece]:
+        """All pieces in the order in which they run.
+
+        From the last to the first: what is joined, and of which leaves, follows from what is read.
+        """
+        waiting = self.waiting
+        own = [v for v in results if not waiting.is_joint(v)]
+        closing = [v for v in results if waiting.is_joint(v)]
+        pieces = list(self._of_leaves(own))
+        wanted = self._joints_of(pieces)
+        while True:
+            # What no leaf reads can be joined at the end, of what its last piece gives.
+            early, closing = wanted.intersection(closing), [v for v in closing if v not in wanted]
+            joint = [self._piece(closing, None)] if closing else []
+            given = [v for piece in joint for v in piece.inputs if waiting.is_given(v)]
+            pieces = [*self._of_leaves(dict.fromkeys([*own, *given])), *joint]
+            wanted = early | (self._joints_of(pieces) - set(closing))
+            if not self._joints_of(pieces[: len(pieces) - len(joint)]).intersection(closing):
+                break
+            wanted.update(self._joints_of(pieces))
+        while wanted:
+            wave = max(waiting[v].wave for v in wanted)
+            now = {v for v in wanted if waiting[v].wave == wave}
+            joined = self._piece([v for v in self.makers if v in now], None)
+            before = list(self._of_leaves(v for v in joined.inputs if waiting.is_given(v)))
+            pieces = [*before, joined, *pieces]
+            wanted = wanted - now | self._joints_of([*before, joined])
+        return pieces
+
+    def _joints_of(self, pieces: Iterable[_Piece]) -> set[Value]:
+        return {v for piece in pieces for v in piece.inputs if self.waiting.is_joint(v)}
+
+    def _of_leaves(self, outputs: Iterable[Value]) -> Iterator[_Piece]:
+        """A piece for each leaf, or for several that are small, in the order of their gradients."""
+        groups: dict[Value | None, list[Value]] = {}
+        for value in outputs:
+            groups.setdefault(self.waiting[value].leaf, []).append(value)
+        pieces = [self._piece(wanted, leaf) for leaf, wanted in groups.items()]
+        together: list[_Piece] = []
+        for piece in sorted(pieces, key=lambda piece: piece.ready):
+            filled = sum(p.fetched_bytes for p in together) + piece.fetched_bytes
+            if together and filled > self.bucket_bytes:
+                yield self._merged(together)
+                together = []
+            together.append(piece)
+        if together:
+            yield self._merged(together)
+
+    def _merged(self, pieces: Sequence[_Piece]) -> _Piece:
+        if len(pieces) == 1:
+            return pieces[0]
+        return self._piece([v for p in pieces for v in p.outputs], pieces[0].leaf)
+
+    def _piece(self, wanted: Sequence[Value], leaf: Value | None) -> _Piece:
+        """What computes ``wanted`` from leaves, what was joined and what the first part gives."""
+        waiting = self.waiting
+        wave, outputs = max(waiting[v].wave for v in wanted), set(wanted)
+
+        def stops(value: Value) -> bool:
+            if value in outputs:
+                return False
+            if value not in waiting or value in waiting.hosted:
+                return True
+            small = value.nbytes <= SMALL_BYTES
+            if leaf is None and waiting.is_joint(value):
+                return small and waiting[value].wave < wave
+            return small and waiting.is_joint(value) if leaf is not None else True
+
+        ops, borders = self._slice(wanted, stops)
+        again = self.crossing.made_again(v for v in borders if v not in waiting)
+        ordered = tuple(sorted({*ops, *again}, key=self.at.__getitem__))
+        made = {v for op in ordered for v in op.outputs}
+        read = list(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
+        fetched = tuple(v for v in read if v in waiting.hosted)
+        handed = tuple(v for v in read if v not in waiting.hosted)
+        early = [self.at[self.makers[v]] for v in handed if v in self.makers]
+        ready = max(early, default=-1)
+        return _Piece(leaf, ordered, (*fetched, *handed), tuple(wanted), fetched, ready)
+
+    def _slice(
+        self, wanted: Iterable[Value], stops: Callable[[Value], bool]
+    ) -> tuple[set[Op], list[Value]]:
+        """The operations that ``wanted`` needs, back to where it stops, and what is read there."""
+        ops: set[Op] = set()
+        borders: dict[Value, None] = {}
+        open_ends = list(wanted)
+        while open_ends:
+            value = open_ends.pop()
+            if stops(value):
+                borders[value] = None
+            elif (op := self.makers[value]) not in ops:
+                ops.add(op)
+                open_ends += op.values
+        return ops, list(borders)
+
+    # --- the first part, and who reads last ---------------------------------------------------
+
+    def _first(self, handed: Sequence[Value], pieces: Sequence[_Piece]) -> Program:
+        """The first part: results that need no hosted leaf, then what is handed on."""
+        program, block = self.program, self.program.block
+        results = [
+            (atom, leaf)
+            for atom, leaf in zip(block.outputs, program.results, strict=True)
+            if not (isinstance(atom, Value) and atom in self.waiting)
+        ]
+        given = [atom for atom, _ in results if isinstance(atom, Value)]
+        effects = [op for op in block.ops if op.eqn.effects]
+        read_by_effects = [v for op in effects for v in op.values]
+        ops, _ = self._slice(
+            [*given, *handed, *read_by_effects], lambda value: value in self.resident
+        )
+        ops.update(effects)
+        later = {v for piece in pieces for v in piece.inputs}
+        more = [v for v in handed if v not in given]
+        consts, layouts = len(program.consts), program.layouts()
+        positions = list(self.resident.values())
+        arguments = [
+            replace(leaf, donated=leaf.donated and block.inputs[n] not in later)
+            for n in positions
+            if n >= consts
+            for leaf in [program.arguments[n - consts]]
+        ]
+        paths = "\n".join(self.waiting.hosted.values())
+        digest = hashlib.sha256(f"{program.fingerprint}\n{paths}".encode()).hexdigest()[:16]
+        whole = replace(
+            program,
+            block=Block(
+                path="",
+                inputs=tuple(block.inputs[n] for n in positions),
+                ops=tuple(op for op in block.ops if op in ops),
+                outputs=(*(atom for atom, _ in results), *more),
+            ),
+            arguments=tuple(arguments),
+            results=(*(leaf for _, leaf in results), *(Leaf(f"handed on: {v.key}") for v in more)),
+            fingerprint=digest,
+            shardings=tuple(layouts[n] for n in positions if n >= consts),
+        )
+        # What finds no place among these results must not be donated for nothing.
+        taken = set(whole.places.values())
+        return replace(
+            whole,
+            arguments=tuple(
+                replace(leaf, donated=leaf.donated and consts + n in taken)
+                for n, leaf in enumerate(whole.arguments)
+            ),
+        )
+
+    def _parts(
+        self, pieces: Sequence[_Piece], kept: set[Value], hosted: set[Value]
+    ) -> Iterator[Part]:
+        """The pieces with what they may write over: what nobody reads after them.
+
+        Args:
+            pieces: in order.
+            kept: results that stay on the device; ``hosted`` those that go to the host.
+        """
+        program = self.program
+        mine = {program.block.inputs[n] for n in program.donated}
+        last = {v: n for n, piece in enumerate(pieces) for v in piece.inputs}
+        for n, piece in enumerate(pieces):
+            over = tuple(
+                position
+                for position, v in enumerate(piece.inputs)
+                if v in piece.fetched
+                or (last[v] == n and v not in kept and (v in mine or v in self.makers))
+            )
+            block = Block("", piece.inputs, piece.ops, piece.outputs)
+            sent = tuple(v for v in piece.outputs if v in hosted)
+            yield Part(block, piece.fetched, sent, over, _taken(block, over))
+
+
+def _taken(block: Block, over: Sequence[int]) -> tuple[int, ...]:
+    """Those inputs whose buffers outputs of the same shape and dtype can take."""
+    free = Counter(kind_of_array(v) for v in block.outputs)
+    taken = []
+    for position in over:
+        kind = kind_of_array(block.inputs[position])
+        if free[kind]:
+            free[kind] -= 1
+            taken.append(position)
+    return tuple(taken)

@@ -1,0 +1,39 @@
+"""Put off what would interrupt a step between two of its parts."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+# By then the call has returned and its result has a name.
+_AFTERWARDS_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put off Ctrl-C until the block is through, and a moment longer.
+
+    A step that updates its state part by part must not stop in between: some leaves would be new,
+    the others old. Its caller gets the complete result, and the interrupt then reaches whatever
+    runs. Python hands signals to the main thread; in others nothing has to be put off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or before in (signal.SIG_IGN, signal.SIG_DFL):
+        yield  # Not Python's to handle.
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            timer = threading.Timer(_AFTERWARDS_SECONDS, _thread.interrupt_main)
+            timer.daemon = True
+            timer.start()

@@ -1,0 +1,308 @@
+"""Plan a step of which argument leaves wait in host memory and are updated one after the other."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxmem.errors import ArgumentError, BudgetError, BudgetInfeasibleError, PlanMismatchError
+from jaxmem.planner.plan import Plan, Streamed
+from jaxmem.planner.simulate import Simulator
+from jaxmem.policies.selector import nearest
+from jaxmem.program.cost import block_seconds
+from jaxmem.program.cut import Cut, cut
+from jaxmem.program.ir import Program
+from jaxmem.runtime import following, rounds
+from jaxmem.runtime.compiler import Compiler, rates_of
+from jaxmem.runtime.host import host_memory
+from jaxmem.runtime.parts import Need, compile_parts, needs
+from jaxmem.runtime.progress import Report
+from jaxmem.runtime.stream import Item, Stream
+from jaxmem.runtime.tries import Outcome
+from jaxmem.targets.compiling import Compiled
+from jaxmem.targets.target import Target
+from jaxmem.units import format_budget, format_bytes
+
+# Leaves that are smaller stay on the device: each copy takes as long as 2 MiB do.
+FEWEST_BYTES = 2**20
+# What is fetched together: in 48 MiB at a time an H200's link gave 47.7 GB/s each way, in 192 MiB
+# 48.5, in 768 MiB 46.2 and in 12 MiB 29. Of small budgets, this share.
+_BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
+# So many of the largest are under way at a time: one on its way to the device, one being updated
+# and two on their way back keep both directions busy; or so many bytes, if that is more.
+_WINDOW, _WINDOW_BYTES = 4, 2**30
+
+
+def check_patterns(
+    host: str | Sequence[str] | None, plan: Plan | None, measure: bool
+) -> tuple[str, ...]:
+    """The patterns of ``host=``, checked as far as they can be without a step.
+
+    Raises:
+        ArgumentError: it is of another kind, or there is a plan already.
+
+    >>> check_patterns("*.opt_state*", None, False)
+    ('*.opt_state*',)
+    """
+    if host is None:
+        return ()
+    patterns = (host,) if isinstance(host, str) else host
+    whole = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
+    if not whole or not patterns:
+        raise ArgumentError(
+            f'host is {host!r}: it takes patterns of argument paths, such as host="*.opt_state*".'
+        )
+    if plan is not None:
+        raise ArgumentError(
+            "fit(plan=..., host=...): a plan has decided already. Leave one of them out."
+        )
+    if measure:
+        raise ArgumentError(
+            "fit(host=..., measure=True): programs of a step that streams are not timed yet. "
+            "Leave one of them out."
+        )
+    return tuple(patterns)
+
+
+def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The argument leaves whose paths match, and of these the ones that are too small to move.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, or only what is too small.
+    """
+    paths = [leaf.path for leaf in program.arguments]
+    found: dict[int, None] = {}
+    for pattern in patterns:
+        matches = [n for n, path in enumerate(paths) if fnmatch.fnmatchcase(path, _glob(pattern))]
+        if not matches:
+            near = ", ".join(nearest(pattern, paths)) or ", ".join(paths[:5])
+            raise ArgumentError(
+                f"host={pattern!r} matches no argument of {program.name}. There are {len(paths)}, "
+                f"for instance {near}. A pattern matches a whole path; * stands for anything."
+            )
+        found.update(dict.fromkeys(matches))
+    sizes = dict(enumerate(v.nbytes for v in program.block.inputs[len(program.consts) :]))
+    large = [n for n in found if sizes[n] >= FEWEST_BYTES]
+    if not large:
+        most = max(sizes[n] for n in found)
+        raise ArgumentError(
+            f"host={', '.join(map(repr, patterns))} matches {len(found)} arguments of "
+            f"{program.name}, and the largest of them has {format_bytes(most)}: arrays of less "
+            f"than {format_bytes(FEWEST_BYTES)} are not worth a copy. Leave host= out."
+        )
+    return large, [n for n in found if n not in large]
+
+
+def _glob(pattern: str) -> str:
+    """``[`` as the character that paths are full of, ``*`` and ``?`` as in file names."""
+    return pattern.replace("[", "[[]")
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is asked of a step that streams.
+
+    Attributes:
+        hosted: the argument leaves that wait in host memory.
+        notes: what the plan says about them.
+        host_bytes: host memory that may be used for each device; ``None`` for what there is.
+        plan: a plan to follow.
+    """
+
+    hosted: Sequence[int]
+    notes: tuple[str, ...] = ()
+    host_bytes: int | None = None
+    plan: Plan | None = None
+
+
+def asked_by(program: Program, patterns: Sequence[str], host_bytes: int | None) -> Asked:
+    """What ``host=`` asks.
+
+    Raises:
+        ArgumentError: a pattern matches nothing that can be moved.
+    """
+    large, small = leaves_named(program, patterns)
+    notes = ()
+    if small:
+        nbytes = sum(program.block.inputs[len(program.consts) + n].nbytes for n in small)
+        notes = (
+            f"{len(small)} of the arguments that host= matches stay on the device, "
+            f"{format_bytes(nbytes)} in all: each is smaller than {format_bytes(FEWEST_BYTES)}",
+        )
+    return Asked(large, notes, host_bytes)
+
+
+def planned(program: Program, plan: Plan) -> Asked:
+    """What a plan made before asks.
+
+    Raises:
+        PlanMismatchError: it hosts an argument that is not there.
+    """
+    places = {leaf.path: n for n, leaf in enumerate(program.arguments)}
+    unknown = [path for path in plan.hosted if path not in places]
+    if unknown:
+        raise PlanMismatchError(
+            f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
+            f"{program.name} does not have. Plan again."
+        )
+    return Asked([places[path] for path in plan.hosted], plan=plan)
+
+
+def fit(
+    program: Program,
+    asked: Asked,
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+    **settings,
+) -> Outcome:
+    """A step within the budget of which leaves are streamed.
+
+    Args:
+        program: the step.
+        asked: which leaves.
+        target: what it is compiled for.
+        budget_bytes: bytes on each device.
+        report: shows progress.
+        **settings: as for :class:`Compiler`, for the first part.
+
+    Raises:
+        BudgetInfeasibleError: the first part or an update does not fit.
+        BudgetError: there is not enough host memory.
+        CutError: the step cannot be cut for these leaves.
+    """
+    if program.sharded:
+        raise ArgumentError(
+            f"{program.name}: host= streams arguments of steps on one device; these are split "
+            "over several. Leave host= out."
+        )
+    pieces = cut(program, asked.hosted, min(_BUCKET_BYTES, budget_bytes // _BUCKETS))
+    _check_host(pieces, asked, target)
+    compiler = Compiler(pieces.first, target, **settings)
+    if asked.plan is None:
+        first = rounds.fit(compiler, budget_bytes, report, host_bytes=0)
+    else:
+        first = following.follow(
+            compiler, replace(asked.plan, hosted=(), streamed=None), budget_bytes, report
+        )
+    report(f"compiling {len(pieces.parts)} updates")
+    parts = compile_parts(pieces.parts, target)
+    memory = needs(pieces, first.compiled.memory, [part.memory for part in parts])
+    _check_fits(pieces, memory, budget_bytes, target, first)
+    stream = _stream(pieces, first.compiled, parts, memory, budget_bytes)
+    plan = _plan(first.plan, stream, memory, parts, target, asked)
+    return replace(first, plan=plan, hosting=pieces.hosting, stream=stream)
+
+
+def _check_host(pieces: Cut, asked: Asked, target: Target) -> None:
+    """Check that what waits fits host memory, with what is copied back before the old is given up.
+
+    Raises:
+        BudgetError: it does not.
+    """
+    nbytes = host_bytes(pieces)
+    allowed = host_memory(target, asked.host_bytes)
+    if nbytes > allowed:
+        raise BudgetError(
+            f"{pieces.program.name} would keep {format_bytes(nbytes)} in host memory, and there "
+            f"are {format_bytes(allowed)} for each device of {target.name}. Name fewer arguments "
+            "in host=, or allow more with host_budget=."
+        )
+
+
+def host_bytes(pieces: Cut) -> int:
+    """Host memory of a step: the leaves, and room to write new ones before the old are given up."""
+    window = _WINDOW * max((part.sent_bytes for part in pieces.parts), default=0)
+    hosted = pieces.program.host_bytes(pieces.hosting)
+    return hosted + min(hosted, max(window, _WINDOW_BYTES))
+
+
+def _check_fits(
+    pieces: Cut, memory: Sequence[Need], budget_bytes: int, target: Target, first: Outcome
+) -> None:
+    largest = max(memory, key=lambda need: need.least_bytes, default=None)
+    if largest is None or largest.least_bytes <= budget_bytes:
+        return
+    part = pieces.parts[memory.index(largest)]
+    program = pieces.program
+    leaf = program.block.inputs.index(part.fetched[0]) - len(program.consts) if part.fetched else 0
+    count = len(part.fetched)
+    together = f" and {count - 1} more at once" if count > 1 else ""
+    smallest = largest.least_bytes
+    raise BudgetInfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: updating "
+        f"{program.arguments[leaf].path}{together} takes {format_bytes(largest.way_bytes)} beside "
+        f"{format_bytes(largest.beside_bytes)} of parameters, gradients and temporaries.\n"
+        f'  Use budget="{format_budget(smallest)}", or smaller leaves: what is one array, or '
+        "meets in one operation, is fetched at once.",
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        holders=first.plan.holders,
+    )
+
+
+def _stream(
+    pieces: Cut,
+    first: Compiled,
+    parts: Sequence[Compiled],
+    memory: Sequence[Need],
+    budget_bytes: int,
+) -> Stream:
+    largest = max((need.way_bytes for need in memory), default=0)
+    most = max(_WINDOW * largest, _WINDOW_BYTES)
+    spare = budget_bytes - first.memory.total_bytes
+    tail = min(most, spare) // 2
+    return Stream(
+        pieces,
+        first.executable,
+        tuple(
+            Item(part, one.executable, need.way_bytes, min(most, budget_bytes - need.beside_bytes))
+            for part, one, need in zip(pieces.parts, parts, memory, strict=True)
+        ),
+        ahead_bytes=min(most, spare - tail),
+        tail_bytes=tail,
+    )
+
+
+def _plan(
+    first: Plan,
+    stream: Stream,
+    memory: Sequence[Need],
+    parts: Sequence[Compiled],
+    target: Target,
+    asked: Asked,
+) -> Plan:
+    """The plan of the whole step."""
+    pieces, rates = stream.cut, rates_of(target)
+    program = pieces.program
+    written = Simulator(rates).step(program.block)
+    update = sum(block_seconds(part.block, rates) for part in pieces.parts)
+    link = target.duplex_bytes_per_second
+    copies = max(pieces.fetched_bytes, pieces.sent_bytes) / link
+    exposed = max(0.0, copies - update - min(stream.ahead_bytes, pieces.fetched_bytes) / link)
+    most = sum(item.way_bytes for item in stream.items)
+    windows = [min(item.room_bytes, most) for item in stream.items]
+    taken = [need.beside_bytes + window for need, window in zip(memory, windows, strict=True)]
+    ahead = first.compiled_bytes + min(stream.ahead_bytes + stream.tail_bytes, most)
+    alive = pieces.first.fixed_bytes
+    return replace(
+        first,
+        predicted_bytes=max(first.predicted_bytes, alive + max(windows, default=0)),
+        compiled_bytes=max([ahead, *taken]),
+        keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
+        keep_all_compiled_bytes=None,
+        predicted_seconds=first.predicted_seconds + update + exposed,
+        keep_all_seconds=written.seconds,
+        host_bytes=host_bytes(pieces),
+        hosted=tuple(program.arguments[n].path for n in sorted(asked.hosted)),
+        notes=(*first.notes, *asked.notes),
+        streamed=Streamed(
+            updates=len(stream.items),
+            programs=len({id(one) for one in parts}),
+            fetched_bytes=pieces.fetched_bytes,
+            sent_bytes=pieces.sent_bytes,
+            window_bytes=max(windows, default=0),
+            exposed_seconds=exposed,
+        ),
+    )
