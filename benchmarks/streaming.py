@@ -16,6 +16,7 @@ the step is nearly all update; with many, gradients take about as long as the co
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -142,41 +143,50 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", default=None)
     parser.add_argument("--only", nargs="*", default=["device", "jaxmem", "stock"])
+    parser.add_argument(
+        "--peak",
+        action="store_true",
+        help="nothing else before: the allocator's peak is the step's",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     where = SingleDeviceSharding(device, memory_kind="pinned_host" if on_gpu else None)
     parameters = options.layers * options.width**2
-    link = link_rate(2**30 if on_gpu else 2**20, where, 5)
+    link = 0.0 if options.peak else link_rate(2**30 if on_gpu else 2**20, where, 5)
     gradients = jax.jit(jax.value_and_grad(net))
     rows = []
     ways: dict[str, tuple[Callable, Any]] = {"device": (jax.jit(step, donate_argnums=0), None)}
     patterns = ["state['host']*"]
     fitted = functools.partial(jaxmem.fit, host=patterns, budget=options.budget, donate_argnums=0)
     ways["jaxmem"] = (fitted(step, target=None if on_gpu else "h200", progress=False), where)
+    alike = jaxmem.fit(step, budget=None, donate_argnums=0, host_budget=0, progress=False)
+    ways["fitted"] = (alike, None)
     if on_gpu:
         ways["stock"] = (stock(where), where)
-    for tokens in (options.tokens, options.long):
+    for tokens in (options.tokens,) if options.peak else (options.tokens, options.long):
         x = jax.random.normal(jax.random.key(1), (tokens, options.width)).astype(jnp.bfloat16)
-        params = state_of(options, where)["params"]
-        alone = median_of(functools.partial(gradients, params, x), options.repeats)
-        del params
+        alone = 0.0
+        if not options.peak:
+            params = state_of(options, where)["params"]
+            alone = median_of(functools.partial(gradients, params, x), options.repeats)
+            del params
         for name in options.only:
             if name not in ways:
                 continue
             run, place = ways[name]
             state = state_of(options, place)
             row: dict[str, Any] = {"name": name, "tokens": tokens, "gradients_ms": alone * 1e3}
-            if name == "jaxmem":
+            if name in ("jaxmem", "fitted"):
                 plan = run.plan(state, x)
                 row |= {
                     "bytes": plan.compiled_bytes,
                     "host_bytes": plan.host_bytes,
                     "predicted_ms": plan.predicted_seconds * 1e3,
-                    "exposed_ms_predicted": plan.streamed.exposed_seconds * 1e3,
-                    "updates": plan.streamed.updates,
-                    "programs": plan.streamed.programs,
+                    "solver": plan.solver,
+                    "exposed_ms_predicted": plan.exposed_seconds * 1e3,
+                    "streamed": plan.streamed and dataclasses.asdict(plan.streamed),
                 }
             try:
                 seconds, losses, total = measured(run, state, x, options.repeats)

@@ -155,18 +155,18 @@ class Streamed:
     """How argument leaves that wait in host memory are updated: one after the other.
 
     Attributes:
+        stages: how many programs compute the gradients, one after the other.
         updates: how many pieces the update runs in; ``programs`` of them are different.
         fetched_bytes: bytes copied to the device in a step; ``sent_bytes`` those copied back.
         window_bytes: the most device memory that the copies take at a time.
-        exposed_seconds: predicted time of a step in which only copies run.
     """
 
+    stages: int
     updates: int
     programs: int
     fetched_bytes: int
     sent_bytes: int
     window_bytes: int
-    exposed_seconds: float
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,7 @@ class Plan:
             one program.
         predicted_seconds: predicted time of one step on the target.
         keep_all_seconds: predicted time of one step as written.
+        exposed_seconds: predicted time of one step in which only copies to and from the host run.
         decisions: one entry per group of values that live from forward to backward.
         solver: which search produced it, or ``"keep-all"`` when the program is unchanged; with a
             policy that is named too, and one that decides about every value is named alone.
@@ -246,6 +247,7 @@ class Plan:
     why: str = ""
     bound_seconds: float | None = None
     measured_seconds: float | None = None
+    exposed_seconds: float = 0.0
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

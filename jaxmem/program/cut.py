@@ -12,43 +12,14 @@ leaf has two parts, one before those are known and one after, and is fetched for
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
-from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
+from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value
+from jaxmem.program.parts import Part, lined_up
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One piece of a step that is cut.
-
-    Attributes:
-        block: what it does; its values are those of the step.
-        fetched: those of its inputs that wait in host memory.
-        sent: those of its outputs that go there.
-        over: positions of inputs that nobody reads afterwards.
-        donated: those of them whose buffers outputs take.
-    """
-
-    block: Block
-    fetched: tuple[Value, ...]
-    sent: tuple[Value, ...] = ()
-    over: tuple[int, ...] = ()
-    donated: tuple[int, ...] = ()
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that come from the host."""
-        return sum(v.nbytes for v in self.fetched)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that go to the host."""
-        return sum(v.nbytes for v in self.sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +79,12 @@ def cut(program: Program, hosted: Iterable[int], bucket_bytes: int = 0) -> Cut:
     return _Cutter(program, frozenset(hosted), bucket_bytes).cut()
 
 
+def lasting(program: Program) -> frozenset[Value]:
+    """The inputs of a step that stay the caller's own."""
+    donated = set(program.donated)
+    return frozenset(v for n, v in enumerate(program.block.inputs) if n not in donated)
+
+
 @dataclass(frozen=True, eq=False)
 class _Piece:
     """A part before it is known who reads what last.
@@ -161,7 +138,20 @@ class _Cutter:
         first = self._first([v for v in self.makers if v in handed], pieces)
         numbers = sorted(self.hosting.results)
         hosted = {v for n in numbers if isinstance(v := block.outputs[n], Value)}
-        parts = tuple(self._parts(pieces, {v for v in results if v not in hosted}, hosted))
+        parts = lined_up(
+            [
+                Part(
+                    Block("", piece.inputs, piece.ops, piece.outputs),
+                    piece.inputs,
+                    piece.outputs,
+                    piece.fetched,
+                    tuple(v for v in piece.outputs if v in hosted),
+                )
+                for piece in pieces
+            ],
+            kept={v for v in results if v not in hosted},
+            lasting=lasting(self.program),
+        )
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
         return Cut(self.program, self.hosting, first, sent, parts)
 
@@ -279,16 +269,9 @@ class _Cutter:
             [*given, *handed, *read_by_effects], lambda value: value in self.resident
         )
         ops.update(effects)
-        later = {v for piece in pieces for v in piece.inputs}
         more = [v for v in handed if v not in given]
         consts, layouts = len(program.consts), program.layouts()
         positions = list(self.resident.values())
-        arguments = [
-            replace(leaf, donated=leaf.donated and block.inputs[n] not in later)
-            for n in positions
-            if n >= consts
-            for leaf in [program.arguments[n - consts]]
-        ]
         paths = "\n".join(self.waiting.hosted.values())
         digest = hashlib.sha256(f"{program.fingerprint}\n{paths}".encode()).hexdigest()[:16]
         whole = replace(
@@ -299,52 +282,34 @@ class _Cutter:
                 ops=tuple(op for op in block.ops if op in ops),
                 outputs=(*(atom for atom, _ in results), *more),
             ),
-            arguments=tuple(arguments),
+            arguments=tuple(program.arguments[n - consts] for n in positions if n >= consts),
             results=(*(leaf for _, leaf in results), *(Leaf(f"handed on: {v.key}") for v in more)),
             fingerprint=digest,
             shardings=tuple(layouts[n] for n in positions if n >= consts),
         )
-        # What finds no place among these results must not be donated for nothing.
-        taken = set(whole.places.values())
-        return replace(
-            whole,
-            arguments=tuple(
-                replace(leaf, donated=leaf.donated and consts + n in taken)
-                for n, leaf in enumerate(whole.arguments)
-            ),
-        )
-
-    def _parts(
-        self, pieces: Sequence[_Piece], kept: set[Value], hosted: set[Value]
-    ) -> Iterator[Part]:
-        """The pieces with what they may write over: what nobody reads after them.
-
-        Args:
-            pieces: in order.
-            kept: results that stay on the device; ``hosted`` those that go to the host.
-        """
-        program = self.program
-        mine = {program.block.inputs[n] for n in program.donated}
-        last = {v: n for n, piece in enumerate(pieces) for v in piece.inputs}
-        for n, piece in enumerate(pieces):
-            over = tuple(
-                position
-                for position, v in enumerate(piece.inputs)
-                if v in piece.fetched
-                or (last[v] == n and v not in kept and (v in mine or v in self.makers))
-            )
-            block = Block("", piece.inputs, piece.ops, piece.outputs)
-            sent = tuple(v for v in piece.outputs if v in hosted)
-            yield Part(block, piece.fetched, sent, over, _taken(block, over))
+        return donating(whole, {v for piece in pieces for v in piece.inputs})
 
 
-def _taken(block: Block, over: Sequence[int]) -> tuple[int, ...]:
-    """Those inputs whose buffers outputs of the same shape and dtype can take."""
-    free = Counter(kind_of_array(v) for v in block.outputs)
-    taken = []
-    for position in over:
-        kind = kind_of_array(block.inputs[position])
-        if free[kind]:
-            free[kind] -= 1
-            taken.append(position)
-    return tuple(taken)
+def donating(first: Program, later: Collection[Value]) -> Program:
+    """A first part that donates what is its to give: what it has a place for, read by none later.
+
+    Args:
+        first: the part, with arguments marked that the step may give away.
+        later: what the other parts read.
+    """
+    consts = len(first.consts)
+    inputs = first.block.inputs[consts:]
+    free = replace(
+        first,
+        arguments=tuple(
+            replace(leaf, donated=leaf.donated and v not in later)
+            for leaf, v in zip(first.arguments, inputs, strict=True)
+        ),
+    )
+    taken = set(free.places.values())
+    return replace(
+        free,
+        arguments=tuple(
+            replace(leaf, donated=consts + n in taken) for n, leaf in enumerate(free.arguments)
+        ),
+    )

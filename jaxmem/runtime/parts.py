@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,17 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from jaxmem.program.cut import Cut, Part
+from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Value
+from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
 from jaxmem.targets.compiling import Compiled, CompiledMemory, compile_for
 from jaxmem.targets.target import Target
 
 
-def compile_parts(parts: Sequence[Part], target: Target | None) -> list[Compiled]:
+def compile_parts(
+    parts: Sequence[Part], target: Target | None, options: Mapping[str, str] | None = None
+) -> list[Compiled]:
     """Each part compiled for a target, or for this machine; parts that do the same share one."""
     known: dict[Hashable, Compiled] = {}
     found = []
@@ -36,6 +39,7 @@ def compile_parts(parts: Sequence[Part], target: Target | None) -> list[Compiled
                     for v in part.block.inputs
                 ],
                 donate=part.donated,
+                options=options,
             )
         found.append(known[form])
     return found
@@ -98,7 +102,7 @@ class Need:
 
 
 def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> list[Need]:
-    """Device memory of each update, while it runs.
+    """Device memory of each part, while it runs.
 
     Args:
         cut: the step.
@@ -106,21 +110,15 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
         parts: what the others take.
     """
     alive = first.argument_bytes + first.output_bytes - first.alias_bytes
-    made = {
-        v
-        for block in (cut.first.block, *(p.block for p in cut.parts))
-        for v in block.outputs
-        if isinstance(v, Value)
-    }
+    arguments = set(cut.program.block.inputs)
     found = []
     for part, memory in zip(cut.parts, parts, strict=True):
         inputs = part.block.inputs
         new = memory.output_bytes - memory.alias_bytes
-        found.append(Need(alive + memory.temp_bytes, part.fetched_bytes + new))
-        # A parameter that is not written over stays, as the caller has it.
-        mine = {inputs[n] for n in part.donated} | {
-            inputs[n] for n in part.over if inputs[n] in made
-        }
-        written_over = [v for v in mine if v not in part.fetched]
-        alive += memory.output_bytes - part.sent_bytes - sum(v.nbytes for v in written_over)
+        on_way = part.fetched_bytes + new if part.moves else 0
+        found.append(Need(alive + memory.temp_bytes + new * (not part.moves), on_way))
+        # What the caller has stays as it is, unless it is written over.
+        gone = {n for n in part.over if n in part.donated or part.reads[n] not in arguments}
+        freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.fetched)
+        alive += memory.output_bytes - part.sent_bytes - freed
     return found

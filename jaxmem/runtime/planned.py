@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Decision, Kept, Plan, Round, Segmented
+from jaxmem.planner.search import Search
 from jaxmem.planner.segments import splittable
 from jaxmem.planner.simple import WHY
+from jaxmem.planner.simulate import Simulator
+from jaxmem.program.ir import Block, has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.larger import larger
@@ -81,6 +85,7 @@ def plan_of(
         why=_AS_WRITTEN if solution is None else solution.why,
         bound_seconds=None if solution is None else solution.bound_seconds,
         measured_seconds=chosen.measured_seconds,
+        exposed_seconds=_exposed(search, block),
         rounds=tuple(rounds),
         fingerprint=program.fingerprint,
         kept=tuple(_kept(solution)),
@@ -98,6 +103,16 @@ def plan_of(
         options=tuple(sorted(_options(compiler, chosen).items())),
         policy="" if compiler.policy is None else compiler.policy.to_json(),
     )
+
+
+def _exposed(search: Search, block: Block) -> float:
+    """Predicted time in which only copies run: what a step takes more than with endless links."""
+    if not any(map(has_transfers, (block, *(op.loop.body for op in block.ops if op.loop)))):
+        return 0.0
+    simulator = search.simulator
+    rates = simulator.rates
+    free = replace(rates, d2h_bytes_per_second=math.inf, h2d_bytes_per_second=math.inf)
+    return simulator.step(block).seconds - Simulator(free).step(block).seconds
 
 
 def _kept(solution: Solution | None) -> Iterator[Kept]:

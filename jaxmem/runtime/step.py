@@ -14,7 +14,6 @@ from jaxmem.program.calling import Call, Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
-from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
@@ -39,20 +38,19 @@ class Step:
     def make(cls, traced: Traced, outcome: Outcome) -> Step:
         """Compile for the local device if the plan was made for another one."""
         executable, stream = outcome.compiled.executable, outcome.stream
-        if not outcome.compiled.runs_here:
-            program = outcome.program(traced.program)
-            hosting = Hosting() if stream else outcome.hosting
+        options = memory_schedules(Target.local(measure=False))[-1]
+        if not outcome.compiled.runs_here and stream is not None:
+            stream = stream.compiled_again(options)
+        elif not outcome.compiled.runs_here:
+            program, hosting = traced.program, outcome.hosting
             executable = compile_for(
                 None,
                 as_function(outcome.block),
                 program.avals(hosting),
                 donate=program.donated,
                 out_shardings=program.out_shardings(hosting),
-                options=memory_schedules(Target.local(measure=False))[-1],
+                options=options,
             ).executable
-            stream = stream and stream.compiled_again(
-                executable, compile_parts(stream.cut.parts, None)
-            )
         if stream is None:
             return cls(traced, outcome, lambda ready: executable(*ready))
         return cls(traced, outcome, stream)

@@ -13,17 +13,20 @@ import contextlib
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxmem.errors import StepInterruptedError
-from jaxmem.program.cut import Cut, Part
+from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Value, in_host_memory
+from jaxmem.program.parts import Part
+from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.interrupts import undisturbed
-from jaxmem.targets.compiling import Compiled
+from jaxmem.runtime.parts import compile_parts
+from jaxmem.targets.compiling import compile_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class Stream:
         items: the others, in order.
         ahead_bytes: device memory for what is fetched while the first part runs.
         tail_bytes: device memory for what is still on its way to the host when a step returns.
+        names: what the outputs of the first part are called by the others, where not as they are.
     """
 
     cut: Cut
@@ -61,6 +65,7 @@ class Stream:
     items: tuple[Item, ...]
     ahead_bytes: int
     tail_bytes: int
+    names: tuple[Any, ...] = ()
 
     def __call__(self, ready: Sequence[Any]) -> list[Any]:
         """Run a step.
@@ -77,13 +82,16 @@ class Stream:
             run.begin()
             return _finish(run)
 
-    def compiled_again(
-        self, first: Callable[..., Sequence[Any]], parts: Sequence[Compiled]
-    ) -> Stream:
-        """The same with other executables: those of this machine."""
+    def compiled_again(self, options: Mapping[str, str]) -> Stream:
+        """The same with executables of this machine."""
+        first = self.cut.first
+        local = compile_for(
+            None, as_function(first.block), first.avals(), donate=first.donated, options=options
+        )
+        parts = compile_parts(self.cut.parts, None, options)
         pairs = zip(self.items, parts, strict=True)
         items = tuple(replace(item, run=part.executable) for item, part in pairs)
-        return replace(self, first=first, items=items)
+        return replace(self, first=local.executable, items=items)
 
     @functools.cached_property
     def homes(self) -> dict[Value, Any]:
@@ -95,7 +103,7 @@ class Stream:
     @functools.cached_property
     def stay(self) -> frozenset[Value]:
         """Values that are of use on the device after they were sent."""
-        read = {v for item in self.items for v in item.part.block.inputs}
+        read = {v for item in self.items for v in item.part.reads}
         outputs, hosted = self.cut.program.block.outputs, self.cut.hosting.results
         return frozenset(
             read | {v for n, v in enumerate(outputs) if isinstance(v, Value) and n not in hosted}
@@ -120,13 +128,21 @@ class Stream:
         return [v for v in leaves if v not in read]
 
     @functools.cached_property
-    def early(self) -> dict[int, int]:
-        """The results that the first part gives, by their numbers, and which of its outputs."""
-        waiting = {self.cut.program.block.inputs[n] for n in self.cut.hosting.inputs}
-        late = {v for item in self.items for v in item.part.block.outputs} | waiting
-        outputs = enumerate(self.cut.program.block.outputs)
-        first = [n for n, atom in outputs if not (isinstance(atom, Value) and atom in late)]
-        return {n: place for place, n in enumerate(first)}
+    def given(self) -> dict[int, int]:
+        """Results that are constants or arguments on the device: outputs of the first part.
+
+        By their numbers; they come first among its outputs, with the other results that need
+        nothing else.
+        """
+        names = self.names or self.cut.first.block.outputs
+        inputs = set(self.cut.first.block.inputs)
+        places = [n for n, v in enumerate(names) if not isinstance(v, Value) or v in inputs]
+        numbers = [
+            n
+            for n, v in enumerate(self.cut.program.block.outputs)
+            if not isinstance(v, Value) or v in inputs
+        ]
+        return dict(zip(numbers, places, strict=True))
 
 
 def _finish(run: _Run) -> list[Any]:
@@ -169,6 +185,7 @@ class _Run:
         at: the next item to run.
         fetched: the next item to fetch for.
         under_way: device memory of what is being copied, or waits to be used.
+        stage: how many stages of the first part were started.
     """
 
     def __init__(self, stream: Stream, ready: Sequence[Any]):
@@ -183,15 +200,17 @@ class _Run:
         self.given: Sequence[Any] = ()
         self.sends: deque[_Send] = deque()
         self.at = self.fetched = self.under_way = 0
+        self.stage = 1
 
     # --- the first part -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Fetch what there is room for and run the first part; until it runs nothing is lost."""
+        """Fetch what there is room for and run the first part; until it has run nothing changes."""
         self._fetch_ahead(self.stream.ahead_bytes)
         first = self.cut.first.block
-        self.given = self.stream.first(*(self.env[v] for v in first.inputs))
-        self._take(first.outputs, self.given)
+        # What is started while a stage runs takes memory beside it: each is waited for.
+        self.given = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
+        self._take(self.stream.names or first.outputs, self.given)
 
     def _take(self, names: Sequence[Any], arrays: Sequence[Any]) -> None:
         self.env.update((v, a) for v, a in zip(names, arrays, strict=True) if isinstance(v, Value))
@@ -212,12 +231,15 @@ class _Run:
         self._send(self.cut.sent, 0, [self.on_host[v] for v in self.stream.replaced])
         while self.at < len(self.stream.items):
             item = self.stream.items[self.at]
-            if self.fetched <= self.at:
+            if self.fetched <= self.at and item.part.moves:
                 self._wait_until(0 if alone else item.room_bytes - item.way_bytes)
                 self._fetch()
-            if not alone:
+            if item.part.stage and not alone:
+                self._fetch_for_stage()
+            elif not alone:
                 self._fetch_ahead(item.room_bytes)
             self._run(item)
+            self.stage += item.part.stage
             used = [self.on_host[v] for v in self.stream.used_up[self.at]]
             self._send(item.part.sent, item.way_bytes, used)
             self.at += 1
@@ -226,16 +248,36 @@ class _Run:
             send.delete_old()
 
     def _run(self, item: Item) -> None:
-        block = item.part.block
-        if all(v in self.env or v in self.back for v in block.outputs):
+        part = item.part
+        if all(v in self.env or v in self.back for v in part.names):
             return  # It ran before, and what came after it failed.
-        arrays = [self.here[self.at, v] if v in self.on_host else self.env[v] for v in block.inputs]
+        arrays = [self.here[self.at, v] if v in self.on_host else self.env[v] for v in part.reads]
         outputs = item.run(*arrays)
         del arrays
-        self._take(block.outputs, outputs)
-        for n in item.part.over:
-            self.here.pop((self.at, block.inputs[n]), None)
-            self.env.pop(block.inputs[n], None)
+        if part.stage:
+            jax.block_until_ready(outputs)
+        for n in part.over:
+            self.here.pop((self.at, part.reads[n]), None)
+            self.env.pop(part.reads[n], None)
+        self._take(part.names, outputs)
+
+    def _fetch_for_stage(self) -> None:
+        """Before a stage starts, fetch what is updated after it.
+
+        A copy to the device waits for computations that were started before it: fetched later, it
+        would wait for the stage. Copies to the host that go on beside the stage before this one
+        are waited for where there is no room; later ones are not, as they wait for that stage.
+        """
+        items, room = self.stream.items, self.stream.items[self.at].room_bytes
+        self.fetched = max(self.fetched, self.at + 1)
+        while self.fetched < len(items) and not items[self.fetched].part.stage:
+            item = items[self.fetched]
+            room = min(room, item.room_bytes)
+            while self.under_way + item.way_bytes > room:
+                if not self.sends or self.sends[0].stage >= self.stage:
+                    return
+                self._wait()
+            self._fetch()
 
     def _fetch_ahead(self, room: int) -> None:
         """Fetch for the next items, where there is room for that until they have run."""
@@ -272,7 +314,7 @@ class _Run:
             for v in new:
                 if v not in self.stream.stay:
                     del self.env[v]
-        self.sends.append(_Send(arrays, way_bytes, used))
+        self.sends.append(_Send(arrays, way_bytes, used, self.stage))
         if not arrays:
             self._wait()
 
@@ -304,10 +346,8 @@ class _Run:
         """The results of the step, in order."""
         stream, found, seen = self.stream, [], set()
         for n, atom in enumerate(self.cut.program.block.outputs):
-            if n in stream.early and n not in self.cut.hosting.results:
-                array = self.given[stream.early[n]]
-            elif not isinstance(atom, Value):
-                raise AssertionError(f"result {n} is a constant and comes late")
+            if n in stream.given or not isinstance(atom, Value):
+                array = self.given[stream.given[n]]
             elif n in self.cut.hosting.results:
                 array = self.back[atom] if atom in self.back else self.on_host[atom]
             else:
@@ -320,11 +360,12 @@ class _Run:
 
 @dataclass(frozen=True, eq=False)
 class _Send:
-    """A copy to the host: the new arrays, and the old ones that they take the place of."""
+    """A copy to the host: new arrays, the old ones in whose place they are, the stage before it."""
 
     arrays: list[Any]
     way_bytes: int
     old: Sequence[Any]
+    stage: int
 
     def has_ended(self) -> bool:
         return all(array.is_ready() for array in self.arrays)

@@ -10,17 +10,16 @@ from jaxmem.errors import ArgumentError, BudgetError, BudgetInfeasibleError, Pla
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.policies.selector import nearest
-from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
 from jaxmem.runtime import following, rounds
 from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
-from jaxmem.runtime.parts import Need, compile_parts, needs
+from jaxmem.runtime.parts import Need
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.staging import Pieces, in_one, in_stages
 from jaxmem.runtime.stream import Item, Stream
 from jaxmem.runtime.tries import Outcome
-from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 from jaxmem.units import format_budget, format_bytes
 
@@ -187,12 +186,20 @@ def fit(
             compiler, replace(asked.plan, hosted=(), streamed=None), budget_bytes, report
         )
     report(f"compiling {len(pieces.parts)} updates")
-    parts = compile_parts(pieces.parts, target)
-    memory = needs(pieces, first.compiled.memory, [part.memory for part in parts])
-    _check_fits(pieces, memory, budget_bytes, target, first)
-    stream = _stream(pieces, first.compiled, parts, memory, budget_bytes)
-    plan = _plan(first.plan, stream, memory, parts, target, asked)
-    return replace(first, plan=plan, hosting=pieces.hosting, stream=stream)
+    most = _window(pieces)
+    options = dict(first.plan.options)
+    plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
+    _check_fits(pieces, plain.memory, budget_bytes, target, first)
+    found = in_stages(plain, first.block, target, budget_bytes, options)
+    stream = _stream(found, budget_bytes)
+    plan = _plan(first.plan, pieces, stream, found, target, asked)
+    return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
+
+
+def _window(pieces: Cut) -> int:
+    """Device memory that copies may take where there is more than enough."""
+    largest = max((part.fetched_bytes for part in pieces.parts), default=0)
+    return max(_WINDOW * largest, _WINDOW_BYTES)
 
 
 def _check_host(pieces: Cut, asked: Asked, target: Target) -> None:
@@ -213,9 +220,8 @@ def _check_host(pieces: Cut, asked: Asked, target: Target) -> None:
 
 def host_bytes(pieces: Cut) -> int:
     """Host memory of a step: the leaves, and room to write new ones before the old are given up."""
-    window = _WINDOW * max((part.sent_bytes for part in pieces.parts), default=0)
     hosted = pieces.program.host_bytes(pieces.hosting)
-    return hosted + min(hosted, max(window, _WINDOW_BYTES))
+    return hosted + min(hosted, _window(pieces))
 
 
 def _check_fits(
@@ -242,67 +248,53 @@ def _check_fits(
     )
 
 
-def _stream(
-    pieces: Cut,
-    first: Compiled,
-    parts: Sequence[Compiled],
-    memory: Sequence[Need],
-    budget_bytes: int,
-) -> Stream:
-    largest = max((need.way_bytes for need in memory), default=0)
-    most = max(_WINDOW * largest, _WINDOW_BYTES)
-    spare = budget_bytes - first.memory.total_bytes
+def _stream(found: Pieces, budget_bytes: int) -> Stream:
+    most = found.window_bytes
+    spare = budget_bytes - found.first.memory.total_bytes
     tail = min(most, spare) // 2
     return Stream(
-        pieces,
-        first.executable,
+        found.cut,
+        found.first.executable,
         tuple(
             Item(part, one.executable, need.way_bytes, min(most, budget_bytes - need.beside_bytes))
-            for part, one, need in zip(pieces.parts, parts, memory, strict=True)
+            for part, one, need in zip(found.cut.parts, found.parts, found.memory, strict=True)
         ),
         ahead_bytes=min(most, spare - tail),
         tail_bytes=tail,
+        names=found.names,
     )
 
 
 def _plan(
-    first: Plan,
-    stream: Stream,
-    memory: Sequence[Need],
-    parts: Sequence[Compiled],
-    target: Target,
-    asked: Asked,
+    first: Plan, pieces: Cut, stream: Stream, found: Pieces, target: Target, asked: Asked
 ) -> Plan:
     """The plan of the whole step."""
-    pieces, rates = stream.cut, rates_of(target)
     program = pieces.program
-    written = Simulator(rates).step(program.block)
-    update = sum(block_seconds(part.block, rates) for part in pieces.parts)
-    link = target.duplex_bytes_per_second
-    copies = max(pieces.fetched_bytes, pieces.sent_bytes) / link
-    exposed = max(0.0, copies - update - min(stream.ahead_bytes, pieces.fetched_bytes) / link)
+    written = Simulator(rates_of(target)).step(program.block)
     most = sum(item.way_bytes for item in stream.items)
     windows = [min(item.room_bytes, most) for item in stream.items]
-    taken = [need.beside_bytes + window for need, window in zip(memory, windows, strict=True)]
-    ahead = first.compiled_bytes + min(stream.ahead_bytes + stream.tail_bytes, most)
-    alive = pieces.first.fixed_bytes
+    taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
+    ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
+    window = max(windows, default=0)
+    updates = [n for n, item in enumerate(stream.items) if item.part.moves]
     return replace(
         first,
-        predicted_bytes=max(first.predicted_bytes, alive + max(windows, default=0)),
-        compiled_bytes=max([ahead, *taken]),
+        predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window),
+        compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
         keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
         keep_all_compiled_bytes=None,
-        predicted_seconds=first.predicted_seconds + update + exposed,
+        predicted_seconds=found.seconds,
         keep_all_seconds=written.seconds,
-        host_bytes=host_bytes(pieces),
+        exposed_seconds=found.exposed_seconds,
+        host_bytes=first.host_bytes + host_bytes(pieces),
         hosted=tuple(program.arguments[n].path for n in sorted(asked.hosted)),
         notes=(*first.notes, *asked.notes),
         streamed=Streamed(
-            updates=len(stream.items),
-            programs=len({id(one) for one in parts}),
+            stages=found.stages,
+            updates=len(updates),
+            programs=len({id(found.parts[n]) for n in updates}),
             fetched_bytes=pieces.fetched_bytes,
             sent_bytes=pieces.sent_bytes,
-            window_bytes=max(windows, default=0),
-            exposed_seconds=exposed,
+            window_bytes=window,
         ),
     )

@@ -27,6 +27,7 @@ class Outcome:
         compiled: the program.
         hosting: which inputs and results of the step are in host memory.
         stream: how a step that is cut runs; ``None`` where it is one program.
+        planned: its first part, of which ``block`` is a schedule.
     """
 
     plan: Plan
@@ -34,10 +35,11 @@ class Outcome:
     compiled: Compiled
     hosting: Hosting = field(default_factory=Hosting)
     stream: Stream | None = None
+    planned: Program | None = None
 
     def program(self, whole: Program) -> Program:
         """The program that ``block`` is a schedule of: the step, or its first part."""
-        return whole if self.stream is None else self.stream.cut.first
+        return whole if self.planned is None else self.planned
 
 
 class Tries:

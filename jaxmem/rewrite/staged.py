@@ -1,0 +1,151 @@
+"""Run the schedule of a cut step's first part in stages, so that updates start before it ends.
+
+XLA hands results over when a program ends. The gradients of the last layers are done long before
+those of the first ones, and the update of their leaves can be copied while the rest is computed, if
+the rest is a program of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxmem.program.crossing import Crossing
+from jaxmem.program.cut import Cut, donating, lasting
+from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
+from jaxmem.program.parts import Part, lined_up
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A cut step whose first part runs in stages.
+
+    Attributes:
+        cut: the step; the first stage is its first part, the others are among its parts.
+        names: what the outputs of the first stage are called.
+    """
+
+    cut: Cut
+    names: tuple[Atom, ...]
+
+
+def ready_at(cut: Cut, block: Block) -> list[int]:
+    """For each part how many operations of the schedule must have run before it can.
+
+    Args:
+        cut: a step that is cut.
+        block: a schedule of its first part.
+    """
+    makers = {v: n for n, op in enumerate(block.ops) for v in op.outputs}
+    at = {
+        name: makers.get(atom, -1) + 1
+        for name, atom in zip(cut.first.block.outputs, block.outputs, strict=True)
+        if isinstance(name, Value) and isinstance(atom, Value)
+    }
+    found: list[int] = []
+    for part in cut.parts:
+        ready = max([at.get(v, 0) for v in part.reads], default=0)
+        at.update({v: ready for v in part.names if isinstance(v, Value)})
+        found.append(ready)
+    return found
+
+
+def can_be_staged(block: Block) -> bool:
+    """Whether a schedule may run as several programs: no effects, no values on the host."""
+    return not has_transfers(block) and not any(op.eqn.effects for op in block.ops)
+
+
+def staged(cut: Cut, block: Block, bounds: Sequence[int]) -> Staged:
+    """A cut step with its first part in stages.
+
+    Args:
+        cut: the step.
+        block: the schedule of its first part.
+        bounds: the operations at which the second stage starts, the third, and so on.
+    """
+    edges = [0, *bounds, len(block.ops)]
+    stages = _stages(cut, block, edges)
+    ready = ready_at(cut, block)
+    line: list[Part] = []
+    for number, (end, stage) in enumerate(zip(edges[1:], stages, strict=True)):
+        line += [stage] if number else []
+        start = edges[number] if number else -1
+        line += [part for part, at in zip(cut.parts, ready, strict=True) if start < at <= end]
+    program = cut.program
+    outputs = enumerate(program.block.outputs)
+    kept = {v for n, v in outputs if isinstance(v, Value) and n not in cut.hosting.results}
+    parts = lined_up(line, kept=kept, lasting=lasting(program))
+    first = _first(cut, stages[0], {v for part in parts for v in part.reads})
+    whole = replace(cut, first=first, parts=parts)
+    return Staged(whole, stages[0].names)
+
+
+def _stages(cut: Cut, block: Block, edges: Sequence[int]) -> list[Part]:
+    """The stages; the first one gives constants and arguments that are results, too."""
+    called: dict[Value, Value] = {}
+    more: list[tuple[Value, Value]] = []
+    passed: list[tuple[Atom, Atom]] = []
+    inputs = set(block.inputs)
+    for name, atom in zip(cut.first.block.outputs, block.outputs, strict=True):
+        if not isinstance(atom, Value) or not isinstance(name, Value) or atom in inputs:
+            passed.append((name, atom))
+        elif atom in called:
+            more.append((name, atom))
+        else:
+            called[atom] = name
+    makers = {v: op for op in block.ops for v in op.outputs}
+    stage_of = {
+        op: n
+        for n, (start, end) in enumerate(itertools.pairwise(edges))
+        for op in block.ops[start:end]
+    }
+    order = {op: n for n, op in enumerate(block.ops)}
+    crossing = Crossing(makers, inputs)
+    lines: list[list[Op]] = []
+    for n, (start, end) in enumerate(itertools.pairwise(edges)):
+        own = block.ops[start:end]
+        given = {v for op in own for v in op.values if v in makers and stage_of[makers[v]] < n}
+        again = crossing.made_again(sorted(given, key=lambda v: order[makers[v]]))
+        lines.append(sorted({*own, *again}, key=order.__getitem__))
+    reads = [_reads(line) for line in lines]
+    later: set[Value] = set(called)
+    found: list[Part] = []
+    for n in reversed(range(len(lines))):
+        made = [v for op in block.ops[edges[n] : edges[n + 1]] for v in op.outputs]
+        outputs: list[Atom] = [v for v in made if v in later]
+        names: list[Atom] = [called.get(v, v) for v in made if v in later]
+        extra = [(name, atom) for name, atom in more if atom in made]
+        extra = [*(passed if not n else ()), *extra]
+        outputs = [*(atom for _, atom in extra), *outputs]
+        names = [*(name for name, _ in extra), *names]
+        taken = tuple(block.inputs) if not n else tuple(reads[n])
+        found.append(
+            Part(
+                Block("", taken, tuple(lines[n]), tuple(outputs)),
+                tuple(called.get(v, v) for v in taken),
+                tuple(names),
+                stage=True,
+            )
+        )
+        later |= set(reads[n])
+    return found[::-1]
+
+
+def _reads(ops: Sequence[Op]) -> list[Value]:
+    """What is read of what is not made here, in order."""
+    made = {v for op in ops for v in op.outputs}
+    return list(dict.fromkeys(v for op in ops for v in op.values if v not in made))
+
+
+def _first(cut: Cut, stage: Part, later: set[Value]) -> Program:
+    """The first stage as the first part of the step."""
+    whole = cut.program
+    marked = {leaf.path: leaf.donated for leaf in whole.arguments}
+    program = replace(
+        cut.first,
+        block=stage.block,
+        arguments=tuple(replace(a, donated=marked[a.path]) for a in cut.first.arguments),
+        results=tuple(Leaf(f"handed on: {n}") for n in range(len(stage.block.outputs))),
+    )
+    return donating(program, later)

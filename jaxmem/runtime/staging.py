@@ -1,0 +1,188 @@
+"""Choose the stages in which the first part of a cut step runs, so that copies hide behind it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxmem.planner.simulate import Simulator
+from jaxmem.program.cost import block_seconds
+from jaxmem.program.cut import Cut
+from jaxmem.program.ir import Block, has_transfers
+from jaxmem.program.parts import Part
+from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.staged import Staged, can_be_staged, ready_at, staged
+from jaxmem.runtime import verify
+from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.parts import Need, compile_parts, needs
+from jaxmem.targets.compiling import Compiled, compile_for
+from jaxmem.targets.target import Target
+
+# Numbers of stages that are looked at: the first one that fits and is quicker on paper is taken.
+# The updates of the last stage are what nothing hides. Two stages' copies are under way at a time;
+# there may be more stages than the first number to keep those to so many bytes.
+_STAGES, _UNDER_WAY_BYTES, _MOST_STAGES = (16, 8, 4), 4 * 2**30, 64
+# A step that is not quicker by this share stays in one piece.
+_CLEARLY = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A cut step compiled for a target.
+
+    Attributes:
+        cut: the step; where it is staged the first stage is its first part.
+        names: what the outputs of the first part are called, where not as they are.
+        first: its first part; ``parts`` the others and ``memory`` what they take.
+        seconds: predicted time of a step; in ``exposed_seconds`` of it only copies run.
+        window_bytes: the most device memory that copies may take at a time.
+        stages: how many programs compute the gradients.
+    """
+
+    cut: Cut
+    names: tuple
+    first: Compiled
+    parts: Sequence[Compiled]
+    memory: Sequence[Need]
+    seconds: float
+    exposed_seconds: float
+    window_bytes: int
+    stages: int = 1
+
+
+def in_one(
+    cut: Cut, block: Block, first: Compiled, target: Target, budget_bytes: int, window_bytes: int
+) -> Pieces:
+    """The step with its first part as one program.
+
+    Args:
+        cut: the step.
+        block: the schedule of the first part, and ``first`` what it compiled to.
+        target: what it is compiled for.
+        budget_bytes: bytes on each device.
+        window_bytes: the most that copies may take.
+    """
+    parts = compile_parts(cut.parts, target)
+    memory = needs(cut, first.memory, [part.memory for part in parts])
+    spare = budget_bytes - first.memory.total_bytes
+    window = min([window_bytes, *(budget_bytes - need.beside_bytes for need in memory)])
+    line = _Line(target, block, [len(block.ops)], [cut.parts])
+    seconds, exposed = line.seconds(min(window, spare))
+    return Pieces(cut, (), first, parts, memory, seconds, exposed, window)
+
+
+def in_stages(
+    plain: Pieces, block: Block, target: Target, budget_bytes: int, options: Mapping[str, str]
+) -> Pieces:
+    """The same in stages, where that fits the budget and is quicker on paper; else ``plain``."""
+    cut = plain.cut
+    if not can_be_staged(block) or cut.sent or not plain.exposed_seconds:
+        return plain
+    ready = ready_at(cut, block)
+    most = -(-2 * cut.fetched_bytes // _UNDER_WAY_BYTES)
+    for count in dict.fromkeys([min(max(most, _STAGES[0]), _MOST_STAGES), *_STAGES]):
+        bounds = _bounds(cut.parts, ready, len(block.ops), count)
+        if not bounds:
+            return plain
+        edges = [*bounds, len(block.ops)]
+        groups = [
+            [p for p, at in zip(cut.parts, ready, strict=True) if start < at <= end]
+            for start, end in itertools.pairwise([-1, *edges])
+        ]
+        window = 2 * max(sum(p.fetched_bytes for p in group) for group in groups)
+        line = _Line(target, block, edges, groups)
+        if line.seconds(window)[0] > plain.seconds * (1 - _CLEARLY):
+            continue
+        found = _compiled(staged(cut, block, bounds), line, target, budget_bytes, window, options)
+        if found is not None and found.seconds <= plain.seconds * (1 - _CLEARLY):
+            return found
+    return plain
+
+
+def _bounds(parts: Sequence[Part], ready: Sequence[int], end: int, count: int) -> list[int]:
+    """Where stages end, so that each has about as many bytes to fetch."""
+    whole = sum(part.fetched_bytes for part in parts)
+    found, so_far = [], 0
+    for at, part in sorted(zip(ready, parts, strict=True), key=lambda pair: pair[0]):
+        so_far += part.fetched_bytes
+        if so_far * count >= whole * (len(found) + 1) and 0 < at < end:
+            found += [at] if at not in found else []
+    return found
+
+
+def _compiled(
+    pieces: Staged,
+    line: _Line,
+    target: Target,
+    budget_bytes: int,
+    window_bytes: int,
+    options: Mapping[str, str],
+) -> Pieces | None:
+    """The stages compiled; ``None`` where they take too much, or XLA undid what they make again."""
+    program = pieces.cut.first
+    first = compile_for(
+        target,
+        as_function(program.block),
+        program.avals(),
+        donate=program.donated,
+        options=options,
+    )
+    parts = compile_parts(pieces.cut.parts, target, options)
+    memory = needs(pieces.cut, first.memory, [part.memory for part in parts])
+    room = min([budget_bytes - need.beside_bytes for need in memory])
+    room = min(room, budget_bytes - first.memory.total_bytes)
+    if any(need.way_bytes > room for need in memory):
+        return None
+    stages = [(program.block, first), *_own(pieces.cut.parts, parts)]
+    if any(verify.undone(block, one.hlo_text()) for block, one in stages):
+        return None
+    window = min(window_bytes, room)
+    seconds, exposed = line.seconds(window)
+    count = len(line.stages)
+    return Pieces(pieces.cut, pieces.names, first, parts, memory, seconds, exposed, window, count)
+
+
+def _own(parts: Sequence[Part], compiled: Sequence[Compiled]) -> list[tuple[Block, Compiled]]:
+    pairs = zip(parts, compiled, strict=True)
+    return [(part.block, one) for part, one in pairs if part.stage]
+
+
+class _Line:
+    """The stages of a step and what is updated after each, in predicted time."""
+
+    def __init__(
+        self,
+        target: Target,
+        block: Block,
+        ends: Sequence[int],
+        groups: Sequence[Sequence[Part]],
+    ):
+        rates = rates_of(target)
+        simulator = Simulator(rates)
+        taken = simulator.seconds_of(block.inputs, block.ops, block.outputs)
+        self.stages = [sum(taken[a:b]) for a, b in itertools.pairwise([0, *ends])]
+        if has_transfers(block):
+            self.stages = [simulator.step(block).seconds]
+        self.updates = [sum(block_seconds(p.block, rates) for p in group) for group in groups]
+        self.fetched = [sum(p.fetched_bytes for p in group) for group in groups]
+        self.sent = [sum(p.sent_bytes for p in group) for group in groups]
+        self.link = target.duplex_bytes_per_second
+
+    def seconds(self, window: int) -> tuple[float, float]:
+        """Seconds of a step, and in how many of them only copies run.
+
+        A stage starts when the updates before it are done. What is updated after it is fetched
+        while it runs, as far as the window goes, and goes back while the next one runs.
+        """
+        now = link = back = 0.0
+        for stage, update, fetched, sent in zip(
+            self.stages, self.updates, self.fetched, self.sent, strict=True
+        ):
+            ahead = min(fetched, window)
+            link = max(link, now) + ahead / self.link
+            end = now + stage
+            now = link = max(end, link) + max(update, (fetched - ahead) / self.link)
+            back = max(back, end) + sent / self.link
+        whole = max(now, back)
+        return whole, max(0.0, whole - sum(self.stages) - sum(self.updates))

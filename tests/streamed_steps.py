@@ -1,0 +1,79 @@
+"""Train steps whose optimizer state may wait in host memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+WIDTH, LAYERS = 512, 3
+X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
+
+# Each leaf of moments is 1 MiB, the least that is worth a copy.
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2, eps=1e-3),
+    "adamw with a mask": optax.adamw(
+        1e-2, eps=1e-3, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
+    ),
+    "clipped gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-3)),
+    "clipped updates": optax.chain(
+        optax.scale_by_adam(eps=1e-3), optax.clip_by_global_norm(0.1), optax.scale(-1e-2)
+    ),
+    "clipped twice": optax.chain(
+        optax.scale_by_adam(eps=1e-3),
+        optax.clip_by_global_norm(0.1),
+        optax.trace(0.9),
+        optax.clip_by_global_norm(0.01),
+        optax.scale(-1.0),
+    ),
+    "scheduled": optax.adam(optax.cosine_decay_schedule(1e-2, 10), eps=1e-3),
+    "averaged": optax.chain(optax.adam(1e-2, eps=1e-3), optax.ema(0.9)),
+    "several": optax.multi_transform(
+        {"a": optax.adam(1e-2, eps=1e-3), "b": optax.sgd(1e-2, momentum=0.9)},
+        lambda p: {k: "a" if k.startswith("w") else "b" for k in p},
+    ),
+    "adafactor": optax.adafactor(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "lamb": optax.lamb(1e-2, eps=1e-3),
+    "muon": optax.contrib.muon(1e-2),
+    "noise": optax.chain(optax.adam(1e-2, eps=1e-3), optax.add_noise(0.1, 0.5, 0)),
+    "bfloat16 moments": optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16),
+    "only if finite": optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
+    "several steps": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2),
+}
+
+
+def net(params, x):
+    """The mean square of ``x`` [rows, WIDTH] after residual layers with biases."""
+    for n in range(len(params) // 2):
+        x = x + jnp.tanh(x @ params[f"w{n}"] + params[f"b{n}"])
+    return (x**2).mean()
+
+
+def step_with(tx, *, norm=False):
+    """A train step of ``(params, optimizer state, count)``; it may return the norm of its updates."""
+
+    def step(state, x):
+        params, moments, count = state
+        loss, grads = jax.value_and_grad(net)(params, x)
+        updates, moments = tx.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        state = (params, moments, count + 1)
+        return state, {"loss": loss, "norm": optax.tree.norm(updates)} if norm else loss
+
+    return step
+
+
+def state_with(tx, layers=LAYERS, width=WIDTH):
+    """Its first state."""
+    params = {}
+    for n in range(layers):
+        params[f"w{n}"] = jax.random.normal(jax.random.key(n), (width, width)) * 0.05
+        params[f"b{n}"] = jnp.zeros(width)
+    return params, tx.init(params), jnp.int32(0)
+
+
+def on_device(tree):
+    """The arrays of ``tree`` where they can be computed with."""
+    return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), tree)
