@@ -18,7 +18,6 @@ from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
-from jaxmem.program.ir import Program
 from jaxmem.program.microbatches import standing_for
 from jaxmem.runtime import following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
@@ -27,7 +26,7 @@ from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import check_host_budget, parse_host_budget
 from jaxmem.runtime.progress import Report, progress
-from jaxmem.runtime.step import Step, inputs
+from jaxmem.runtime.step import Step, inputs, rebuilding
 from jaxmem.runtime.tries import Outcome
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
@@ -108,7 +107,8 @@ class FittedStep:
             step = self._steps.get(call.key)
             if step is None:
                 step = self._steps[call.key] = self._make(self._returned(call))
-            return nnx.put_back(step(call))
+            with rebuilding(functools.partial(_put_back, (args, kwargs))):
+                return nnx.put_back(step(call))
 
     def _returned(self, call: Call) -> Call:
         """``call``, known by the first call that differs only in the memory of hosted leaves.
@@ -205,14 +205,20 @@ class FittedStep:
                 "Leave host_budget out to follow the plan, or plan again with it."
             )
 
-    def _streamed(self, program: Program, target: Target) -> streamed.Asked | None:
+    def _streamed(self, traced: Traced, target: Target) -> streamed.Asked | None:
         """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
+        program = traced.program
         if self._given is not None and self._given.streamed is not None:
             self._check_host(self._given, target)
             return streamed.planned(program, self._given)
         if not self._host:
             return None
-        return streamed.asked_by(program, self._host, self._host_bytes(target))
+        if traced.automatic:
+            raise ArgumentError(
+                f"{program.name}: the number of microbatches is not chosen for a step with host= "
+                "yet. Give a number in place of jaxmem.AUTO."
+            )
+        return streamed.asked_by(program, self._host, target, self._host_bytes(target))
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
@@ -232,7 +238,7 @@ class FittedStep:
             if bench is not None:
                 bench.check(traced.program)
             with progress(self._progress, f"planning {self._caller.name}") as report:
-                asked = self._streamed(traced.program, target)
+                asked = self._streamed(traced, target)
                 if asked is not None:
                     outcome = streamed.fit(
                         traced.program,
@@ -265,6 +271,11 @@ class FittedStep:
                     )
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
+
+
+def _put_back(arguments: Any, results: Any) -> Any:
+    with nnx.context(arguments):
+        return nnx.put_back(results)
 
 
 def fitted(fun: Callable[..., Any], **settings: Any) -> FittedStep | BoundStep:

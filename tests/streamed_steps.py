@@ -52,7 +52,7 @@ def net(params, x):
 
 
 def step_with(tx, *, norm=False):
-    """A train step of ``(params, optimizer state, count)``; it may return the norm of its updates."""
+    """A train step of ``(params, optimizer state, count)``; its updates' norm is a result with ``norm``."""
 
     def step(state, x):
         params, moments, count = state

@@ -137,6 +137,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("microbatches", str(plan.microbatches), str(other.microbatches)),
         ("segments", _segments(plan), _segments(other)),
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
+        ("updates of those", _updates(plan), _updates(other)),
         ("policy", plan.policy or "none", other.policy or "none"),
         ("compiler options", _options(plan), _options(other)),
     ]
@@ -144,9 +145,9 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
     for name in sizes:
         a, b = (getattr(p, f"{name}_bytes") for p in (plan, other))
         yield from _figure(name, a, b, format_bytes(a), format_bytes(b))
-    for name in ("predicted", "keep_all"):
+    labels = {"predicted": "step", "keep_all": "step as written", "exposed": "copies not hidden"}
+    for name, label in labels.items():
         a, b = (getattr(p, f"{name}_seconds") for p in (plan, other))
-        label = "step" if name == "predicted" else "step as written"
         yield from _figure(label, a, b, format_seconds(a), format_seconds(b))
     for name, a, b in figures:
         yield from _figure(name, a, b, a, b)
@@ -164,6 +165,11 @@ def _figure(name: str, a: object, b: object, before: str, after: str) -> Iterato
 def _segments(plan: Plan) -> str:
     found = [f"{s.length} in {' x '.join(map(str, s.counts))}" for s in plan.segments]
     return _listed(found)
+
+
+def _updates(plan: Plan) -> str:
+    s = plan.streamed
+    return "in the step" if s is None else f"{s.updates} pieces, gradients in {s.stages} stages"
 
 
 def _options(plan: Plan) -> str:

@@ -272,6 +272,16 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
+    if plan.streamed is not None:
+        s = plan.streamed
+        stages = f"gradients in {s.stages} stages, " * (s.stages > 1)
+        yield (
+            f"these are updated in {s.updates} pieces ({stages}{s.programs} different programs), "
+            f"with {format_bytes(s.fetched_bytes)} fetched and {format_bytes(s.sent_bytes)} sent "
+            f"back in a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
+        )
+    if plan.exposed_seconds > 0:
+        yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
     yield from plan.notes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import signal
 import threading
@@ -34,6 +33,8 @@ def undisturbed() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         if came:
-            timer = threading.Timer(_AFTERWARDS_SECONDS, _thread.interrupt_main)
+            # A signal of its own, which also ends a system call that waits.
+            main = threading.main_thread().ident
+            timer = threading.Timer(_AFTERWARDS_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
             timer.daemon = True
             timer.start()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmem.errors import AbstractCallError, DonatedBufferError, VerificationError
+from jaxmem.errors import (
+    AbstractCallError,
+    DonatedBufferError,
+    StepInterruptedError,
+    VerificationError,
+)
 from jaxmem.program.calling import Call, Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
@@ -64,11 +71,12 @@ class Step:
         Raises:
             AbstractCallError: an argument has no data.
             DonatedBufferError: an argument's data was given away by an earlier call.
+            StepInterruptedError: it failed twice between updates of leaves in host memory.
         """
         program = self.traced.program
         ready = on_host(program, self.outcome.hosting, inputs(program, call))
-        outs = self.local([*program.consts, *ready])
-        return self.traced.rebuild(outs)
+        with rebuilding(self.traced.rebuild):
+            return self.traced.rebuild(self.local([*program.consts, *ready]))
 
     def check_against_plain(self, call: Call) -> None:
         """Run the step as written on copies of the same inputs and compare the results.
@@ -103,6 +111,21 @@ class Step:
         verify.compare(reference, found, paths, program.name, nearby)
 
 
+@contextlib.contextmanager
+def rebuilding(rebuild: Callable[[Any], Any]) -> Iterator[None]:
+    """A step that stops half way gives, when it is resumed, what it would have given."""
+
+    def resumed(resume: Callable[[], Any]) -> Any:
+        with rebuilding(rebuild):
+            return rebuild(resume())
+
+    try:
+        yield
+    except StepInterruptedError as error:
+        error.resume = functools.partial(resumed, error.resume)
+        raise
+
+
 def inputs(program: Program, call: Call) -> list[Any]:
     """The arrays of a call, ready for the compiled step."""
     ready = []
@@ -131,10 +154,11 @@ def on_host(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:
     """The arrays of a call, those that the plan keeps in host memory there."""
     if not hosting:
         return ready
-    layouts = program.layouts(hosting)
-    first = len(program.consts)
+    layouts, first = program.layouts(hosting), len(program.consts)
     return [
-        jax.device_put(leaf, layouts[first + n]) if first + n in hosting.inputs else leaf
+        jax.device_put(leaf, layouts[first + n])
+        if first + n in hosting.inputs and getattr(leaf, "sharding", None) != layouts[first + n]
+        else leaf
         for n, leaf in enumerate(ready)
     ]
 

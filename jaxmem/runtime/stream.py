@@ -231,7 +231,8 @@ class _Run:
         self._send(self.cut.sent, 0, [self.on_host[v] for v in self.stream.replaced])
         while self.at < len(self.stream.items):
             item = self.stream.items[self.at]
-            if self.fetched <= self.at and item.part.moves:
+            self.fetched = max(self.fetched, self.at)
+            if self.fetched == self.at and item.part.moves:
                 self._wait_until(0 if alone else item.room_bytes - item.way_bytes)
                 self._fetch()
             if item.part.stage and not alone:

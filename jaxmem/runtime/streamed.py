@@ -115,12 +115,19 @@ class Asked:
     plan: Plan | None = None
 
 
-def asked_by(program: Program, patterns: Sequence[str], host_bytes: int | None) -> Asked:
+def asked_by(
+    program: Program, patterns: Sequence[str], target: Target, host_bytes: int | None
+) -> Asked:
     """What ``host=`` asks.
 
     Raises:
-        ArgumentError: a pattern matches nothing that can be moved.
+        ArgumentError: a pattern matches nothing that can be moved, or there is nowhere to move it.
     """
+    if target.platform == "cpu":
+        raise ArgumentError(
+            f"host={', '.join(map(repr, patterns))}, and {target.name} computes in host memory: "
+            'there is nowhere to move anything. Leave host= out, or plan for a GPU: target="h100".'
+        )
     large, small = leaves_named(program, patterns)
     notes = ()
     if small:

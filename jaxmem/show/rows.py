@@ -169,12 +169,23 @@ def plan_rows(plan: Plan, top: int = 12) -> PlanRows:
         tone=tone,
         budget=Bar("budget", plan.budget_bytes),
         bars=bars,
-        makeup=_makeup(plan) + (f", host {format_bytes(plan.host_bytes)}" * bool(plan.host_bytes)),
+        makeup=_makeup(plan) + _on_host(plan),
         solver=clean(_solver(plan), NOTE_LIMIT),
         decisions=_decision_grid(plan.decisions, top),
         rounds=_round_grid(plan.rounds, plan.budget_bytes),
         notes=tuple(clean(note, NOTE_LIMIT) for note in plan.notes),
     )
+
+
+def _on_host(plan: Plan) -> str:
+    """What is in host memory, and how long a step waits for it."""
+    if not plan.host_bytes:
+        return ""
+    text = f", host {format_bytes(plan.host_bytes)}"
+    if plan.streamed is not None:
+        most = max(plan.streamed.fetched_bytes, plan.streamed.sent_bytes)
+        text += f" ({format_bytes(most)} each way in {plan.streamed.updates} updates)"
+    return text + f", copies not hidden {format_seconds(plan.exposed_seconds)}"
 
 
 def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmem
 from jaxmem.errors import Holder
-from jaxmem.planner.plan import Decision, Kept, Larger, Plan, Round, Segmented
+from jaxmem.planner.plan import Decision, Kept, Larger, Plan, Round, Segmented, Streamed
 from tests.fitted_steps import tanh_chain
 
 X = jnp.zeros((1024, 128))
@@ -71,6 +71,7 @@ def plain_instances(cls):
             some = st.lists(instances(part), max_size=3, unique_by=unique).map(tuple)
             kinds[f"tuple[{part.__name__}, ...]"] = some
     if cls is Plan:
+        kinds["Streamed | None"] = st.none() | st.builds(Streamed, *[COUNTS] * 6)
         kinds["Larger | None"] = st.none() | st.builds(
             Larger, st.integers(1, 2**40), st.floats(0, 9)
         )
