@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
-WIDTH, LAYERS = 512, 3
+import jaxmem
+
+WIDTH, LAYERS, MIB = 512, 3, 2**20
 X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
 
 # Each leaf of moments is 1 MiB, the least that is worth a copy.
@@ -52,7 +55,7 @@ def net(params, x):
 
 
 def step_with(tx, *, norm=False):
-    """A train step of ``(params, optimizer state, count)``; its updates' norm is a result with ``norm``."""
+    """A train step of ``(params, optimizer state, count)``; with ``norm`` it tells its updates'."""
 
     def step(state, x):
         params, moments, count = state
@@ -77,3 +80,22 @@ def state_with(tx, layers=LAYERS, width=WIDTH):
 def on_device(tree):
     """The arrays of ``tree`` where they can be computed with."""
     return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), tree)
+
+
+def fitted(step, **options):
+    """``step`` with what is in its optimizer's state in host memory, planned for an H200."""
+    settings = {"target": "h200", "donate_argnums": 0, "host": "state[1]*", "progress": False}
+    return jaxmem.fit(step, **{**settings, **options})
+
+
+def same(found, expected, rtol=3e-5):
+    """Assert that two trees hold the same numbers but for the order of sums."""
+    for a, b in zip(jax.tree.leaves(on_device(found)), jax.tree.leaves(expected), strict=True):
+        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=3e-5)
+
+
+def kinds(state):
+    """In which memory each leaf is."""
+    return [a.sharding.memory_kind for a in jax.tree.leaves(state)]

@@ -197,7 +197,7 @@ class _Run:
             (self.on_host if n in hosting.inputs else self.env)[value] = array
         self.here: dict[tuple[int, Value], Any] = {}
         self.back: dict[Value, Any] = {}
-        self.given: Sequence[Any] = ()
+        self.given: dict[int, Any] = {}
         self.sends: deque[_Send] = deque()
         self.at = self.fetched = self.under_way = 0
         self.stage = 1
@@ -209,8 +209,9 @@ class _Run:
         self._fetch_ahead(self.stream.ahead_bytes)
         first = self.cut.first.block
         # What is started while a stage runs takes memory beside it: each is waited for.
-        self.given = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
-        self._take(self.stream.names or first.outputs, self.given)
+        outputs = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
+        self.given = {n: outputs[place] for n, place in self.stream.given.items()}
+        self._take(self.stream.names or first.outputs, outputs)
 
     def _take(self, names: Sequence[Any], arrays: Sequence[Any]) -> None:
         self.env.update((v, a) for v, a in zip(names, arrays, strict=True) if isinstance(v, Value))
@@ -345,10 +346,10 @@ class _Run:
 
     def results(self) -> list[Any]:
         """The results of the step, in order."""
-        stream, found, seen = self.stream, [], set()
+        found, seen = [], set()
         for n, atom in enumerate(self.cut.program.block.outputs):
-            if n in stream.given or not isinstance(atom, Value):
-                array = self.given[stream.given[n]]
+            if n in self.given or not isinstance(atom, Value):
+                array = self.given[n]
             elif n in self.cut.hosting.results:
                 array = self.back[atom] if atom in self.back else self.on_host[atom]
             else:

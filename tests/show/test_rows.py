@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.errors import BudgetInfeasibleError, Holder
+from jaxmem.planner.plan import Streamed
 from jaxmem.show.rows import (
     clean,
     column_of,
@@ -152,7 +153,11 @@ def test_the_solver_its_reason_and_its_bound(changes, shown):
 
 def test_host_bytes_are_named_only_when_there_are_some():
     assert "host" not in plan_rows(plan()).makeup
-    assert plan_rows(plan(host_bytes=GIB)).makeup.endswith("donated arguments), host 1.0GiB")
+    shown = plan_rows(plan(host_bytes=GIB, exposed_seconds=0.25)).makeup
+    assert shown.endswith("donated arguments), host 1.0GiB, copies not hidden 250ms")
+    streamed = Streamed(3, 20, 2, 2 * GIB, GIB, GIB // 4)
+    shown = plan_rows(plan(host_bytes=GIB, streamed=streamed)).makeup
+    assert "host 1.0GiB (2.0GiB each way in 20 updates), copies not hidden" in shown
 
 
 def test_report_says_where_the_peak_is():

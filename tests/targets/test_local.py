@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxmem import _before_jax
 from jaxmem.errors import TargetError
 from jaxmem.targets import Target, local, table
 
@@ -61,7 +62,7 @@ def test_cgroup_limits_of_both_versions_count(tmp_path, membership, files, limit
     if membership is not None:
         (tmp_path / "self").write_text(membership)
     (tmp_path / "memory.max").write_text("1\n")  # above the root: not ours
-    assert sorted(set(local._cgroup_limits(tmp_path / "self", root))) == limits
+    assert sorted(set(_before_jax._cgroup_limits(tmp_path / "self", root))) == limits
 
 
 def test_a_known_gpu_has_the_rates_of_the_table_and_the_memory_jax_may_use():
