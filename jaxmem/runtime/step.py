@@ -20,7 +20,7 @@ from jaxmem.errors import (
 from jaxmem.program.calling import Call, Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime import verify
+from jaxmem.runtime import guard, verify
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
@@ -43,7 +43,11 @@ class Step:
 
     @classmethod
     def make(cls, traced: Traced, outcome: Outcome) -> Step:
-        """Compile for the local device if the plan was made for another one."""
+        """Compile for the local device if the plan was made for another one.
+
+        Raises:
+            VerificationError: this jaxlib computes wrong numbers from values in host memory.
+        """
         executable, stream = outcome.compiled.executable, outcome.stream
         options = memory_schedules(Target.local(measure=False))[-1]
         if not outcome.compiled.runs_here and stream is not None:
@@ -58,6 +62,8 @@ class Step:
                 out_shardings=program.out_shardings(hosting),
                 options=options,
             ).executable
+        else:
+            guard.check(outcome.block, outcome.compiled.target)
         if stream is None:
             return cls(traced, outcome, lambda ready: executable(*ready))
         return cls(traced, outcome, stream)
