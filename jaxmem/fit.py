@@ -166,7 +166,10 @@ class FittedStep:
         """
         traced, outcome, call = self._called(args, kwargs)
         layouts, first = traced.program.layouts(outcome.hosting), len(traced.program.consts)
-        hosted = {id(call.leaves[n - first]): layouts[n] for n in outcome.hosting.inputs}
+        # An array that is on the device as well, as another leaf, is copied by the first step.
+        here = {id(a) for n, a in enumerate(call.leaves) if first + n not in outcome.hosting.inputs}
+        leaves = ((n, id(call.leaves[n - first])) for n in outcome.hosting.inputs)
+        hosted = {name: layouts[n] for n, name in leaves if name not in here}
         return place(args, hosted)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:

@@ -55,6 +55,25 @@ class Cut:
         return [(n, v) for n, v in numbered if isinstance(v, Value)]
 
     @property
+    def stay(self) -> frozenset[Value]:
+        """Values that are of use on the device after they were sent."""
+        read = {v for part in self.parts for v in part.reads}
+        outputs, hosted = self.program.block.outputs, self.hosting.results
+        here = {v for n, v in enumerate(outputs) if isinstance(v, Value) and n not in hosted}
+        return frozenset(read | here)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of leaves that wait on the host and are results on the device as they are."""
+        inputs = {self.program.block.inputs[n] for n in self.hosting.inputs}
+        outputs = enumerate(self.program.block.outputs)
+        return sum(
+            v.nbytes
+            for n, v in outputs
+            if isinstance(v, Value) and v in inputs and n not in self.hosting.results
+        )
+
+    @property
     def fetched_bytes(self) -> int:
         """Bytes that come from the host in a step."""
         return sum(part.fetched_bytes for part in self.parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -318,31 +317,10 @@ class Program:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """For each result that fits into a donated input of its shape and dtype, that input.
+        """For each result that fits into a donated input of its shape and dtype, that input."""
+        from jaxmem.program.places import Places
 
-        One that sits at the same place in its argument as the result in what is returned comes
-        before others.
-        """
-        consts = len(self.consts)
-        free: dict[tuple, deque[int]] = {}
-        for position in self.donated:
-            kind = kind_of_array(self.block.inputs[position])
-            path = _inside(self.arguments[position - consts].path)
-            free.setdefault((kind, path), deque()).append(position)
-        outputs = [kind_of_array(atom) for atom in self.block.outputs]
-        taken: dict[int, int] = {}
-        for number, kind in enumerate(outputs):
-            path = self.results[number].path
-            waiting = free.get((kind, path)) or free.get((kind, _inside(path)))
-            if waiting:
-                taken[number] = waiting.popleft()
-        left: dict[tuple, deque[int]] = {}
-        for position in sorted(n for waiting in free.values() for n in waiting):
-            left.setdefault(kind_of_array(self.block.inputs[position]), deque()).append(position)
-        for number, kind in enumerate(outputs):
-            if number not in taken and left.get(kind):
-                taken[number] = left[kind].popleft()
-        return dict(sorted(taken.items()))
+        return Places(self).taken
 
     @property
     def aliased_results(self) -> frozenset[int]:
@@ -391,14 +369,3 @@ def kind_of_array(atom: Atom) -> tuple:
     """Shape and dtype: arrays of one kind can take each other's buffers."""
     aval = atom.aval
     return getattr(aval, "shape", ()), str(getattr(aval, "dtype", ""))
-
-
-def _inside(path: str) -> str:
-    """A path without the name or the first key that it starts with.
-
-    >>> _inside("state.params['w']"), _inside("[0].params['w']")
-    (".params['w']", ".params['w']")
-    """
-    first = path.find("]") + 1 if path.startswith("[") else 0
-    at = [n for n in (path.find(".", first), path.find("[", first)) if n >= 0]
-    return path[min(at) :] if at else ""

@@ -109,7 +109,8 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
         first: what its first part takes; its arguments are all that are on the device.
         parts: what the others take.
     """
-    alive = first.argument_bytes + first.output_bytes - first.alias_bytes
+    alive = first.argument_bytes + first.output_bytes - first.alias_bytes + cut.returned_bytes
+    stay = cut.stay
     arguments = set(cut.program.block.inputs)
     found = []
     for part, memory in zip(cut.parts, parts, strict=True):
@@ -120,5 +121,6 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
         # What the caller has stays as it is, unless it is written over.
         gone = {n for n in part.over if n in part.donated or part.reads[n] not in arguments}
         freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.fetched)
-        alive += memory.output_bytes - part.sent_bytes - freed
+        leave = sum(v.nbytes for v in part.sent if v not in stay)
+        alive += memory.output_bytes - leave - freed
     return found

@@ -26,6 +26,8 @@ from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
 
+_PINNED = "pinned_host"
+
 
 @dataclass(eq=False)
 class Step:
@@ -80,9 +82,15 @@ class Step:
             StepInterruptedError: it failed twice between updates of leaves in host memory.
         """
         program = self.traced.program
-        ready = on_host(program, self.outcome.hosting, inputs(program, call))
+        given = inputs(program, call)
+        ready = where_planned(program, self.outcome.hosting, given)
         with rebuilding(self.traced.rebuild):
-            return self.traced.rebuild(self.local([*program.consts, *ready]))
+            results = self.traced.rebuild(self.local([*program.consts, *ready]))
+        for leaf, used, its in zip(given, ready, program.arguments, strict=True):
+            # A copy was used up in its place.
+            if its.donated and used is not leaf and isinstance(leaf, jax.Array):
+                leaf.delete()
+        return results
 
     def check_against_plain(self, call: Call) -> None:
         """Run the step as written on copies of the same inputs and compare the results.
@@ -104,13 +112,14 @@ class Step:
                 f"it needs {format_bytes(plain.memory.total_bytes)} of "
                 f"{format_bytes(local.device_bytes)}. Use verify=True, or smaller shapes."
             )
-        arguments = [copied(leaf) for leaf in inputs(program, call)]
+        given = where_planned(program, Hosting(), inputs(program, call))
+        arguments = [copied(leaf) for leaf in given]
         reference = plain.executable(*program.consts, *arguments)
-        hosted = on_host(program, self.outcome.hosting, arguments)
+        hosted = where_planned(program, self.outcome.hosting, arguments)
         found = self.local([*program.consts, *hosted])
 
         def nearby() -> list[Any]:
-            moved = [verify.nudged(leaf, n) for n, leaf in enumerate(inputs(program, call))]
+            moved = [verify.nudged(leaf, n) for n, leaf in enumerate(given)]
             return plain.executable(*program.consts, *moved)
 
         paths = [r.path for r in program.results]
@@ -156,17 +165,23 @@ def inputs(program: Program, call: Call) -> list[Any]:
     return ready
 
 
-def on_host(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:
-    """The arrays of a call, those that the plan keeps in host memory there."""
-    if not hosting:
+def where_planned(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:
+    """The arrays of a call in the memory that the plan has for each."""
+    first = len(program.consts)
+    if not hosting and not any(map(_is_on_host, ready)):
         return ready
-    layouts, first = program.layouts(hosting), len(program.consts)
-    return [
-        jax.device_put(leaf, layouts[first + n])
-        if first + n in hosting.inputs and getattr(leaf, "sharding", None) != layouts[first + n]
-        else leaf
-        for n, leaf in enumerate(ready)
-    ]
+    found = list(ready)
+    for n, (leaf, layout) in enumerate(zip(ready, program.layouts(hosting)[first:], strict=True)):
+        if first + n in hosting.inputs:
+            if getattr(leaf, "sharding", None) != layout:
+                found[n] = jax.device_put(leaf, layout)
+        elif _is_on_host(leaf) and getattr(layout, "memory_kind", None) != _PINNED:
+            found[n] = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+    return found
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _PINNED
 
 
 def as_array(leaf: Any) -> Any:

@@ -96,23 +96,26 @@ class Stream:
     @functools.cached_property
     def homes(self) -> dict[Value, Any]:
         """Where each result that goes to the host lives there."""
+        return {v: self.home_of(n) for n, v in self.cut.hosted_results}
+
+    def home_of(self, number: int) -> Any:
+        """Where a result that goes to the host lives there."""
         program = self.cut.program
-        layouts, places = program.layouts(), program.places
-        return {v: in_host_memory(layouts[places[n]]) for n, v in self.cut.hosted_results}
+        return in_host_memory(program.layouts()[program.places[number]])
 
     @functools.cached_property
     def stay(self) -> frozenset[Value]:
         """Values that are of use on the device after they were sent."""
-        read = {v for item in self.items for v in item.part.reads}
-        outputs, hosted = self.cut.program.block.outputs, self.cut.hosting.results
-        return frozenset(
-            read | {v for n, v in enumerate(outputs) if isinstance(v, Value) and n not in hosted}
-        )
+        return self.cut.stay
 
     @functools.cached_property
     def used_up(self) -> list[list[Value]]:
         """For each item the leaves in host memory that nothing needs after it."""
-        last = {v: n for n, item in enumerate(self.items) for v in item.part.fetched}
+        # A leaf that is a result itself is handed back as it is.
+        results = {v for v in self.cut.program.block.outputs if isinstance(v, Value)}
+        last = {
+            v: n for n, item in enumerate(self.items) for v in item.part.fetched if v not in results
+        }
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
             found[number].append(leaf)
@@ -125,7 +128,8 @@ class Stream:
         read = {v for item in self.items for v in item.part.fetched}
         sent, places = set(self.cut.sent), program.places
         leaves = [program.block.inputs[places[n]] for n, v in self.cut.hosted_results if v in sent]
-        return [v for v in leaves if v not in read]
+        results = {v for v in program.block.outputs if isinstance(v, Value)}
+        return [v for v in leaves if v not in read and v not in results]
 
     @functools.cached_property
     def given(self) -> dict[int, int]:
@@ -156,6 +160,7 @@ def _finish(run: _Run) -> list[Any]:
         try:
             run.go_on(alone=True)
         except Exception as again:
+            run.settle()
             raise _interrupted(run, again) from again
         warnings.warn(
             f"{where} failed, and worked with nothing else under way: {_first_line(error)}",
@@ -165,12 +170,17 @@ def _finish(run: _Run) -> list[Any]:
 
 
 def _interrupted(run: _Run, error: Exception) -> StepInterruptedError:
+    def resume() -> list[Any]:
+        with undisturbed():
+            return _finish(run)
+
+    lacking = "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError)
+    room = "Make room (jaxmem doctor says how much host memory may be pinned), then "
     return StepInterruptedError(
         f"{run.where()} failed twice: {_first_line(error)}\n"
-        "  The leaves before it are new already, so the state that was given is used up. Make room "
-        "(jaxmem doctor says how much host memory may be pinned), then error.resume() runs what is "
-        "left and returns the results of the step.",
-        resume=lambda: _finish(run),
+        f"  The state that was given is used up in part. {room if lacking else 'Mend that, then '}"
+        "error.resume() runs what is left and returns the results of the step.",
+        resume=resume,
     )
 
 
@@ -186,6 +196,7 @@ class _Run:
         fetched: the next item to fetch for.
         under_way: device memory of what is being copied, or waits to be used.
         stage: how many stages of the first part were started.
+        lost: copies to the host that failed; ``done`` the items that ran.
     """
 
     def __init__(self, stream: Stream, ready: Sequence[Any]):
@@ -199,6 +210,8 @@ class _Run:
         self.back: dict[Value, Any] = {}
         self.given: dict[int, Any] = {}
         self.sends: deque[_Send] = deque()
+        self.lost: list[_Send] = []
+        self.done: set[int] = set()
         self.at = self.fetched = self.under_way = 0
         self.stage = 1
 
@@ -229,6 +242,10 @@ class _Run:
 
     def go_on(self, *, alone: bool = False) -> None:
         """Run the items that are left; ``alone``: with nothing else under way."""
+        while self.lost:
+            send = self.lost[-1]
+            self._copy(send.values, send.sources, 0, send.old)
+            self.lost.pop()
         self._send(self.cut.sent, 0, [self.on_host[v] for v in self.stream.replaced])
         while self.at < len(self.stream.items):
             item = self.stream.items[self.at]
@@ -251,8 +268,8 @@ class _Run:
 
     def _run(self, item: Item) -> None:
         part = item.part
-        if all(v in self.env or v in self.back for v in part.names):
-            return  # It ran before, and what came after it failed.
+        if self.at in self.done:
+            return  # What came after it failed.
         arrays = [self.here[self.at, v] if v in self.on_host else self.env[v] for v in part.reads]
         outputs = item.run(*arrays)
         del arrays
@@ -262,6 +279,7 @@ class _Run:
             self.here.pop((self.at, part.reads[n]), None)
             self.env.pop(part.reads[n], None)
         self._take(part.names, outputs)
+        self.done.add(self.at)
 
     def _fetch_for_stage(self) -> None:
         """Before a stage starts, fetch what is updated after it.
@@ -308,17 +326,21 @@ class _Run:
 
     def _send(self, values: Sequence[Value], way_bytes: int, used: Sequence[Any]) -> None:
         new = [v for v in values if v not in self.back]
-        arrays: list[Any] = []
-        if new:
-            homes = [self.stream.homes[v] for v in new]
-            arrays = jax.device_put([self.env[v] for v in new], homes)
-            self.back.update(zip(new, arrays, strict=True))
-            for v in new:
-                if v not in self.stream.stay:
-                    del self.env[v]
-        self.sends.append(_Send(arrays, way_bytes, used, self.stage))
-        if not arrays:
-            self._wait()
+        if not new:
+            self.under_way -= way_bytes
+            _delete(used)
+            return
+        self._copy(new, [self.env[v] for v in new], way_bytes, used)
+        for v in new:
+            if v not in self.stream.stay:
+                del self.env[v]
+
+    def _copy(
+        self, values: Sequence[Value], sources: list[Any], way_bytes: int, used: Sequence[Any]
+    ) -> None:
+        arrays = jax.device_put(sources, [self.stream.homes[v] for v in values])
+        self.back.update(zip(values, arrays, strict=True))
+        self.sends.append(_Send(values, sources, arrays, way_bytes, used, self.stage))
 
     def _wait_until(self, limit: int) -> None:
         while self.sends and self.under_way > limit:
@@ -333,12 +355,19 @@ class _Run:
         send.delete_old()
 
     def settle(self) -> None:
-        """Let what is under way end, and forget what was fetched and not used."""
-        for arrays in (*(send.arrays for send in self.sends), *self.here.values()):
+        """Let what is under way end; forget what was fetched and not used, and what failed."""
+        for send in self.sends:
+            try:
+                jax.block_until_ready(send.arrays)
+                send.delete_old()
+            except Exception:
+                self.lost.append(send)
+                for v in send.values:
+                    self.back.pop(v, None)
+        self.sends.clear()
+        for array in self.here.values():
             with contextlib.suppress(Exception):
-                jax.block_until_ready(arrays)
-        while self.sends:
-            self._wait()
+                jax.block_until_ready(array)
         self.here.clear()
         self.fetched, self.under_way = self.at, 0
 
@@ -348,22 +377,40 @@ class _Run:
         """The results of the step, in order."""
         found, seen = [], set()
         for n, atom in enumerate(self.cut.program.block.outputs):
-            if n in self.given or not isinstance(atom, Value):
-                array = self.given[n]
-            elif n in self.cut.hosting.results:
-                array = self.back[atom] if atom in self.back else self.on_host[atom]
-            else:
-                array = self.env[atom]
+            array = self._result(n, atom)
             # Results that are one value have buffers of their own, as under jax.jit.
-            found.append(jax.numpy.copy(array) if id(array) in seen else array)
+            if id(array) in seen:
+                array = jax.device_put(array, array.sharding, may_alias=False)
+            found.append(array)
             seen.add(id(array))
         return found
+
+    def _result(self, number: int, atom: Any) -> Any:
+        if number not in self.cut.hosting.results:
+            if number in self.given:
+                return self.given[number]
+            if atom in self.env:
+                return self.env[atom]
+            leaf = self.on_host[atom]
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        if not isinstance(atom, Value):
+            return jax.device_put(self.given[number], self.stream.home_of(number))
+        return self.back[atom] if atom in self.back else self.on_host[atom]
 
 
 @dataclass(frozen=True, eq=False)
 class _Send:
-    """A copy to the host: new arrays, the old ones in whose place they are, the stage before it."""
+    """A copy to the host.
 
+    Attributes:
+        values: what is copied; ``sources`` on the device, ``arrays`` on the host.
+        way_bytes: device memory that is free when it has ended.
+        old: the arrays in whose place the new ones are.
+        stage: how many stages were started before it.
+    """
+
+    values: Sequence[Value]
+    sources: list[Any]
     arrays: list[Any]
     way_bytes: int
     old: Sequence[Any]
@@ -373,6 +420,10 @@ class _Send:
         return all(array.is_ready() for array in self.arrays)
 
     def delete_old(self) -> None:
-        for array in self.old:
-            if not array.is_deleted():
-                array.delete()
+        _delete(self.old)
+
+
+def _delete(arrays: Sequence[Any]) -> None:
+    for array in arrays:
+        if not array.is_deleted():
+            array.delete()

@@ -75,7 +75,13 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
     for pattern in patterns:
         matches = [n for n, path in enumerate(paths) if fnmatch.fnmatchcase(path, _glob(pattern))]
         if not matches:
-            near = ", ".join(nearest(pattern, paths)) or ", ".join(paths[:5])
+            first = len(program.consts)
+            large = [
+                path
+                for path, v in zip(paths, program.block.inputs[first:], strict=True)
+                if v.nbytes >= FEWEST_BYTES
+            ] or paths
+            near = ", ".join(nearest(pattern, large)) or ", ".join(large[:5])
             raise ArgumentError(
                 f"host={pattern!r} matches no argument of {program.name}. There are {len(paths)}, "
                 f"for instance {near}. A pattern matches a whole path; * stands for anything."
@@ -86,8 +92,8 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
     if not large:
         most = max(sizes[n] for n in found)
         raise ArgumentError(
-            f"host={', '.join(map(repr, patterns))} matches {len(found)} arguments of "
-            f"{program.name}, and the largest of them has {format_bytes(most)}: arrays of less "
+            f"host={', '.join(map(repr, patterns))} matches no large argument of "
+            f"{program.name}: of {len(found)} the largest has {format_bytes(most)}: arrays of less "
             f"than {format_bytes(FEWEST_BYTES)} are not worth a copy. Leave host= out."
         )
     return large, [n for n in found if n not in large]
