@@ -154,7 +154,10 @@ class FittedStep:
         return self._planned(args, kwargs)[1].compiled.lowered
 
     def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
-        """Where the peak of the planned program is and what fills it."""
+        """Where the peak of the planned program is and what fills it.
+
+        Of a step whose state streams from host memory (``host=``), of what computes its gradients.
+        """
         traced, outcome = self._planned(args, kwargs)
         program = outcome.program(traced.program)
         return report_on(program, self._target(), outcome.block, outcome.compiled)
@@ -395,6 +398,8 @@ def fit(
             smallest budget that works and what fills it.
         TraceError: JAX cannot trace the function.
         VerificationError: the compiled program is not what the plan says.
+        CutError: a leaf that ``host`` names cannot wait in host memory.
+        StepInterruptedError: a step failed twice between updates of such leaves.
         PlanMismatchError: the given plan was made for another program or other shapes.
         PolicyError: a rule of the policy matches nothing or cannot be followed.
         ArgumentError: an option is of another kind, or ``measure`` is set for another device, a
