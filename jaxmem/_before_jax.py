@@ -25,9 +25,12 @@ raised = False
 def raise_limit() -> None:
     """Let XLA pin most of the host's memory, unless a limit was set or JAX has started."""
     global raised
-    if LIMIT_VARIABLE in os.environ or _has_started():
+    if sys.platform != "linux" or LIMIT_VARIABLE in os.environ or _has_started():
         return
-    limit = int(host_bytes() * USABLE_SHARE) // 2**30
+    try:
+        limit = int(host_bytes() * USABLE_SHARE) // 2**30
+    except (OSError, ValueError):
+        return  # XLA's own limit stays, and doctor tells it; an import must not fail for it.
     if limit > DEFAULT_LIMIT:
         os.environ[LIMIT_VARIABLE] = str(limit)
         raised = True

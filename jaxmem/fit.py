@@ -239,7 +239,8 @@ class FittedStep:
             target = self._target()
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
             deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
-            compiler = Compiler(traced.program, target, bool(self._verify), self._policy, deadline)
+            settings = {"check": bool(self._verify), "policy": self._policy, "deadline": deadline}
+            compiler_of = functools.partial(Compiler, target=target, **settings)
             bench = Bench(call, target) if self._measure else None
             if bench is not None:
                 bench.check(traced.program)
@@ -247,33 +248,30 @@ class FittedStep:
                 asked = self._streamed(traced, target)
                 if asked is not None:
                     outcome = streamed.fit(
-                        traced.program,
-                        asked,
-                        target,
-                        budget_bytes,
-                        report,
-                        check=bool(self._verify),
-                        policy=self._policy,
-                        deadline=deadline,
+                        traced.program, asked, compiler_of, target, budget_bytes, report
                     )
                 elif self._given is not None:
                     self._check_host(self._given, target)
+                    compiler = compiler_of(traced.program)
                     outcome = following.follow(compiler, self._given, budget_bytes, report)
                 elif traced.automatic:
                     trace = functools.partial(self._caller.trace, call)
                     self._traced[call.key], outcome = microbatches.fit(
                         traced,
                         trace,
-                        compiler,
+                        compiler_of(traced.program),
                         budget_bytes,
                         report,
                         host_bytes=self._host_bytes(target),
                         bench=bench,
                     )
                 else:
-                    host_bytes = self._host_bytes(target)
                     outcome = rounds.fit(
-                        compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench
+                        compiler_of(traced.program),
+                        budget_bytes,
+                        report,
+                        host_bytes=self._host_bytes(target),
+                        bench=bench,
                     )
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]

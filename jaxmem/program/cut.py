@@ -11,6 +11,7 @@ leaf has two parts, one before those are known and one after, and is fetched for
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,20 +42,13 @@ class Cut:
     parts: tuple[Part, ...]
 
     @property
-    def resident(self) -> tuple[int, ...]:
-        """The arguments of the first part, by their numbers among those of the step."""
-        consts = len(self.program.consts)
-        numbers = range(len(self.program.arguments))
-        return tuple(n for n in numbers if consts + n not in self.hosting.inputs)
-
-    @property
     def hosted_results(self) -> list[tuple[int, Value]]:
         """The results that go to the host, with their numbers."""
         outputs = self.program.block.outputs
         numbered = ((n, outputs[n]) for n in sorted(self.hosting.results))
         return [(n, v) for n, v in numbered if isinstance(v, Value)]
 
-    @property
+    @functools.cached_property
     def stay(self) -> frozenset[Value]:
         """Values that are of use on the device after they were sent."""
         read = {v for part in self.parts for v in part.reads}

@@ -107,7 +107,7 @@ def plan_of(
 
 def _exposed(search: Search, block: Block) -> float:
     """Predicted time in which only copies run: what a step takes more than with endless links."""
-    if not any(map(has_transfers, (block, *(op.loop.body for op in block.ops if op.loop)))):
+    if not has_transfers(block):
         return 0.0
     simulator = search.simulator
     rates = simulator.rates

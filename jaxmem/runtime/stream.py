@@ -104,32 +104,28 @@ class Stream:
         return in_host_memory(program.layouts()[program.places[number]])
 
     @functools.cached_property
-    def stay(self) -> frozenset[Value]:
-        """Values that are of use on the device after they were sent."""
-        return self.cut.stay
+    def handed_back(self) -> frozenset[Value]:
+        """Results; a leaf among them is handed back as it is, and must not be deleted."""
+        return frozenset(v for v in self.cut.program.block.outputs if isinstance(v, Value))
 
     @functools.cached_property
     def used_up(self) -> list[list[Value]]:
         """For each item the leaves in host memory that nothing needs after it."""
-        # A leaf that is a result itself is handed back as it is.
-        results = {v for v in self.cut.program.block.outputs if isinstance(v, Value)}
-        last = {
-            v: n for n, item in enumerate(self.items) for v in item.part.fetched if v not in results
-        }
+        last = {v: n for n, item in enumerate(self.items) for v in item.part.fetched}
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
-            found[number].append(leaf)
+            if leaf not in self.handed_back:
+                found[number].append(leaf)
         return found
 
     @functools.cached_property
     def replaced(self) -> list[Value]:
         """The leaves in host memory that nothing reads and results of the first part replace."""
         program = self.cut.program
-        read = {v for item in self.items for v in item.part.fetched}
+        needed = self.handed_back.union(v for item in self.items for v in item.part.fetched)
         sent, places = set(self.cut.sent), program.places
         leaves = [program.block.inputs[places[n]] for n, v in self.cut.hosted_results if v in sent]
-        results = {v for v in program.block.outputs if isinstance(v, Value)}
-        return [v for v in leaves if v not in read and v not in results]
+        return [v for v in leaves if v not in needed]
 
     @functools.cached_property
     def given(self) -> dict[int, int]:
@@ -153,13 +149,13 @@ def _finish(run: _Run) -> list[Any]:
     """Go on with a step until it is complete, if need be with as little under way as possible."""
     try:
         run.go_on()
-    except Exception as error:
+    except Exception as error:  # Told below: a warning if the rest works, else an error.
         # Some leaves are new and some are old. With nothing else under way it may well work.
         where = run.where()
         run.settle()
         try:
             run.go_on(alone=True)
-        except Exception as again:
+        except Exception as again:  # Given to the caller, with the way to go on.
             run.settle()
             raise _interrupted(run, again) from again
         warnings.warn(
@@ -234,11 +230,14 @@ class _Run:
     def where(self) -> str:
         """Which item is run, for a message."""
         program, items = self.cut.program, self.stream.items
-        leaves = items[self.at].part.fetched if self.at < len(items) else ()
-        first = len(program.consts)
-        paths = [program.arguments[program.block.inputs.index(v) - first].path for v in leaves]
-        of = f" ({paths[0]})" if paths else ""
-        return f"update {self.at + 1} of {len(items)} of {program.name}{of}"
+        if self.at >= len(items):
+            return f"the last copy to the host of {program.name}"
+        part, first = items[self.at].part, len(program.consts)
+        paths = [
+            program.arguments[program.block.inputs.index(v) - first].path for v in part.fetched
+        ]
+        what = f"the update of {paths[0]}" if paths else "a stage of the gradients"
+        return f"{what} (part {self.at + 1} of {len(items)} of {program.name})"
 
     def go_on(self, *, alone: bool = False) -> None:
         """Run the items that are left; ``alone``: with nothing else under way."""
@@ -332,7 +331,7 @@ class _Run:
             return
         self._copy(new, [self.env[v] for v in new], way_bytes, used)
         for v in new:
-            if v not in self.stream.stay:
+            if v not in self.cut.stay:
                 del self.env[v]
 
     def _copy(
@@ -360,7 +359,7 @@ class _Run:
             try:
                 jax.block_until_ready(send.arrays)
                 send.delete_old()
-            except Exception:
+            except Exception:  # Whatever it was, it is copied again, and that may say so.
                 self.lost.append(send)
                 for v in send.values:
                     self.back.pop(v, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.errors import ArgumentError, BudgetError, BudgetInfeasibleError, PlanMismatchError
@@ -11,7 +11,7 @@ from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.policies.selector import nearest
 from jaxmem.program.cut import Cut, cut
-from jaxmem.program.ir import Program
+from jaxmem.program.ir import Program, aval_bytes
 from jaxmem.runtime import following, rounds
 from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
@@ -164,20 +164,20 @@ def planned(program: Program, plan: Plan) -> Asked:
 def fit(
     program: Program,
     asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
     target: Target,
     budget_bytes: int,
     report: Report,
-    **settings,
 ) -> Outcome:
     """A step within the budget of which leaves are streamed.
 
     Args:
         program: the step.
         asked: which leaves.
+        compiler_of: makes the compiler of the first part.
         target: what it is compiled for.
         budget_bytes: bytes on each device.
         report: shows progress.
-        **settings: as for :class:`Compiler`, for the first part.
 
     Raises:
         BudgetInfeasibleError: the first part or an update does not fit.
@@ -191,7 +191,7 @@ def fit(
         )
     pieces = cut(program, asked.hosted, min(_BUCKET_BYTES, budget_bytes // _BUCKETS))
     _check_host(pieces, asked, target)
-    compiler = Compiler(pieces.first, target, **settings)
+    compiler = compiler_of(pieces.first)
     if asked.plan is None:
         first = rounds.fit(compiler, budget_bytes, report, host_bytes=0)
     else:
@@ -285,13 +285,21 @@ def _plan(
     program = pieces.program
     written = Simulator(rates_of(target)).step(program.block)
     most = sum(item.way_bytes for item in stream.items)
-    windows = [min(item.room_bytes, most) for item in stream.items]
+    # A part that is larger than the window is copied with nothing else under way.
+    windows = [max(item.way_bytes, min(item.room_bytes, most)) for item in stream.items]
     taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
     ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
     window = max(windows, default=0)
     updates = [n for n, item in enumerate(stream.items) if item.part.moves]
+    here = {
+        n: aval_bytes(atom.aval)
+        for n, atom in enumerate(program.block.outputs)
+        if n not in pieces.hosting.results
+    }
     return replace(
         first,
+        output_bytes=sum(here.values()),
+        aliased_bytes=sum(here[n] for n in program.places if n in here),
         predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window),
         compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
         keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,

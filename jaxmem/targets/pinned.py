@@ -7,10 +7,10 @@ import platform
 from typing import Any, NamedTuple
 
 from jaxmem import _before_jax
-from jaxmem._before_jax import LIMIT_VARIABLE
+from jaxmem._before_jax import DEFAULT_LIMIT, LIMIT_VARIABLE
 from jaxmem.units import format_bytes
 
-DEFAULT_BYTES = 64 * 2**30
+DEFAULT_BYTES = DEFAULT_LIMIT * 2**30
 # Windows gives its Linux subsystem little memory to pin, whatever the machine has: allocations
 # failed above 500 MB (microsoft/WSL#14078) and near 1 GB (NVIDIA/nvidia-docker#1725).
 WSL_BYTES = 500 * 10**6

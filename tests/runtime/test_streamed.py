@@ -93,6 +93,8 @@ def test_the_plan_says_what_is_copied_and_what_is_not_hidden():
     assert plan.streamed.fetched_bytes == plan.streamed.sent_bytes == 2 * LAYERS * MIB
     assert plan.streamed.updates >= LAYERS
     assert plan.host_bytes >= 2 * LAYERS * MIB
+    # Gradients are handed on from one program to others, and are no results of the step.
+    assert plan.output_bytes == plan.aliased_bytes + 8 < plan.argument_bytes
     assert 0 < plan.exposed_seconds < plan.predicted_seconds
     assert "host" in str(plan) and "6.0MiB each way" in str(plan)
     (told,) = [said for said in plan.explain().sentences if "pieces" in said]
@@ -250,7 +252,7 @@ def test_a_copy_that_fails_once_is_made_up_for_and_told(monkeypatch, deep, call:
 def test_a_step_that_stops_half_way_can_be_completed(monkeypatch, deep):
     state = deep.placed()
     failing(monkeypatch, set(range(9, 1000)))
-    with pytest.raises(StepInterruptedError, match=r"update \d+ of \d+ of step .* twice") as raised:
+    with pytest.raises(StepInterruptedError, match=r"part \d+ of \d+ of step\) .* twice") as raised:
         deep.run(state, ROWS)
     with pytest.raises(StepInterruptedError):
         raised.value.resume()
@@ -283,7 +285,7 @@ def test_ctrl_c_between_updates_waits_until_the_step_is_complete(monkeypatch, de
     monkeypatch.setattr(jax, "device_put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         found = deep.run(state, ROWS)
-        time.sleep(10)
+        time.sleep(10)  # Ended by the interrupt, which comes as soon as the step is complete.
     monkeypatch.undo()
     deep.check(found)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -188,7 +188,7 @@ def test_ctrl_c_while_a_step_is_resumed_waits_for_it(monkeypatch, deep):
     monkeypatch.setattr(jax, "device_put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         found = raised.value.resume()
-        time.sleep(10)
+        time.sleep(10)  # Ended by the interrupt, which comes as soon as the step is complete.
     monkeypatch.undo()
     same(found, expected)
 

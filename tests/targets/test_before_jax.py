@@ -50,6 +50,20 @@ def test_nothing_is_said_that_jax_would_not_read(host, monkeypatch):
     assert limit() is None and not _before_jax.raised
 
 
+def test_an_import_does_not_fail_for_it(host, monkeypatch):
+    def unreadable():
+        raise OSError("no such file")
+
+    monkeypatch.setattr(_before_jax, "host_bytes", unreadable)
+    assert limit() is None and not _before_jax.raised
+
+
+def test_only_linux_has_such_a_pool(host, monkeypatch):
+    host(1000 * GIB)
+    monkeypatch.setattr(_before_jax.sys, "platform", "win32")
+    assert limit() is None
+
+
 @pytest.mark.parametrize("start", [False, True])
 def test_a_backend_that_has_started_is_seen(start: bool):
     said = "import jax; " + ("jax.devices(); " if start else "")
