@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -290,3 +292,58 @@ def registering_topology_only(platform: str) -> Iterator[None]:
     if registration is not None:
         for callback in xla_bridge._plugin_callbacks:
             callback(c_api=registration.c_api)
+
+
+class GpuLibraries(NamedTuple):
+    """What JAX asks a GPU about while it traces a call of cuDNN.
+
+    Attributes:
+        capability: compute capability, such as ``(9, 0)``.
+        cudnn: version of cuDNN as it is numbered, 91000 for 9.10.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int
+
+
+_answered: ContextVar[GpuLibraries | None] = ContextVar("jaxmem_gpu_libraries", default=None)
+
+
+@contextlib.contextmanager
+def answering_for(libraries: GpuLibraries) -> Iterator[None]:
+    """Within, JAX traces calls of cuDNN on this thread as if ``libraries`` were here.
+
+    JAX asks the process's own GPU and cuDNN while it traces ``dot_product_attention(...,
+    implementation="cudnn")``, which compiles well for a GPU that is not there.
+    """
+    attention: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    if not hasattr(attention, "jaxmem_answers"):
+        _answer(attention, "check_cudnn_version", lambda known: known.cudnn)
+        _answer(attention, "check_compute_capability", lambda known, c: known.capability >= _two(c))
+        _answer(
+            attention,
+            "is_cuda_compute_capability_equal",
+            lambda known, c: known.capability == _two(c),
+        )
+        attention.jaxmem_answers = True
+    token = _answered.set(libraries)
+    try:
+        yield
+    finally:
+        _answered.reset(token)
+
+
+def _answer(module: Any, name: str, answer: Callable[..., Any]) -> None:
+    """Have ``module.name`` answer for absent libraries where :func:`answering_for` says so."""
+    asked = getattr(module, name)
+
+    def answered(*args: Any) -> Any:
+        known = _answered.get()
+        return asked(*args) if known is None else answer(known, *args)
+
+    setattr(module, name, answered)
+
+
+def _two(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)

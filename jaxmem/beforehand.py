@@ -16,6 +16,7 @@ from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.target import Target
+from jaxmem.targets.topology import tracing_for
 
 
 def plan(
@@ -97,6 +98,6 @@ def analyze(
         return fun.report(*args, **kwargs)
     caller = Caller(fun, donate_argnums, static_argnums)
     where = Target.resolve(target)
-    with nnx.context((args, kwargs)):
+    with tracing_for(where), nnx.context((args, kwargs)):
         program = caller.trace(caller.take(args, kwargs)).program
     return report_on(program, where, program.block, Compiler(program, where).keep_all())

@@ -31,6 +31,7 @@ from jaxmem.runtime.tries import Outcome
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
+from jaxmem.targets.topology import tracing_for
 from jaxmem.units import check_budget, format_bytes, parse_budget
 
 Budget = int | str | None
@@ -230,7 +231,8 @@ class FittedStep:
         if call.key not in self._traced:
             given = self._given
             count = given.microbatches if given is not None else 1
-            self._traced[call.key] = self._caller.trace(call, count, planned=given is not None)
+            with tracing_for(self._target()):
+                self._traced[call.key] = self._caller.trace(call, count, planned=given is not None)
         return self._traced[call.key]
 
     def _fit(self, call: Call) -> tuple[Traced, Outcome]:
@@ -244,7 +246,8 @@ class FittedStep:
             bench = Bench(call, target) if self._measure else None
             if bench is not None:
                 bench.check(traced.program)
-            with progress(self._progress, f"planning {self._caller.name}") as report:
+            telling = progress(self._progress, f"planning {self._caller.name}")
+            with telling as report, tracing_for(target):
                 asked = self._streamed(traced, target)
                 if asked is not None:
                     outcome = streamed.fit(

@@ -15,6 +15,7 @@ from jaxmem.runtime.frontier import POINTS, curve
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.progress import progress as show_progress
 from jaxmem.targets.target import Target
+from jaxmem.targets.topology import tracing_for
 
 
 def frontier(
@@ -85,8 +86,10 @@ def frontier(
 def _of_step(
     step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any], points: int, compile: bool
 ) -> Frontier:
-    with nnx.context((args, kwargs)):
+    target = step._target()
+    telling = show_progress(step._progress, f"frontier of {step._caller.name}")
+    with tracing_for(target), nnx.context((args, kwargs)):
         program = step._caller.trace(step._caller.take(args, kwargs)).program
-    compiler = Compiler(program, step._target(), check=bool(step._verify))
-    with show_progress(step._progress, f"frontier of {step._caller.name}") as report:
+        compiler = Compiler(program, target, check=bool(step._verify))
+    with tracing_for(target), telling as report:
         return curve(compiler, points, compile, report)

@@ -24,6 +24,7 @@ from jaxmem.targets.target import Target
 _WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _MODULES = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")
 _SKIP_VERSION_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_CUDNN = (9, 10)  # what absent GPUs have
 _lock = threading.RLock()
 
 
@@ -136,6 +137,22 @@ def install_command() -> str:
     )
 
 
+@contextlib.contextmanager
+def tracing_for(target: Target) -> Iterator[None]:
+    """Within, JAX traces on this thread what a GPU of ``target`` can run, were it here.
+
+    Calls of cuDNN are checked against the process's own GPU while they are traced. Where there is
+    one, or the target is no GPU of the table, that stays so.
+    """
+    if not target.model or jax.default_backend() == "gpu":
+        yield
+        return
+    major, minor = table.gpu(target.model)["compiled_as"].split(".")
+    libraries = _compat.GpuLibraries((int(major), int(minor)), _CUDNN[0] * 10000 + _CUDNN[1] * 100)
+    with _compat.answering_for(libraries):
+        yield
+
+
 def target_config(model: str) -> str:
     """Text of XLA's ``GpuTargetConfigProto`` for a GPU of the table."""
     entry = table.gpu(model)
@@ -158,8 +175,8 @@ pcie_bandwidth: {table.link_bytes_per_second(model)}
 cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
 platform_version: "Compute Capability {major}.{minor}{"a" if limits["accelerated"] else ""}"
 name: "{name}" driver_version: "13.0.0" runtime_version: "13.0.0"
-compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+compile_time_toolkit_version: "13.0.0" dnn_version: "{_CUDNN[0]}.{_CUDNN[1]}.0" }}
+platform_name: "CUDA" dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: 0 }}
 device_description_str: "{name}" """
 
 
