@@ -14,6 +14,7 @@ ratios between rows mean something. ``exposed`` is when only copies run, of one 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -29,8 +30,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
-from benchmarks.traces import profiled
 from jaxmem import policies
+from jaxmem.runtime.profile import profiled
 
 SIZES = {"layers": 16, "width": 2048, "wide": 8192, "batch": 8, "length": 2048, "repeats": 9}
 CASES = {"layer input": ((), ("input",)), "wide product": (("input", "q", "o"), ("up",))}
@@ -115,7 +116,8 @@ def measured(
         taken.append((time.perf_counter() - started) * 1e3)
     row = {"name": name, "ms": statistics.median(taken), **memory}
     if jax.default_backend() == "gpu":
-        row |= profiled(lambda: run(*args))
+        told = dataclasses.asdict(profiled(lambda: run(*args)))
+        row |= {name.removesuffix("_seconds"): taken * 1e3 for name, taken in told.items()}
     shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
     print(shown, flush=True)
     return row

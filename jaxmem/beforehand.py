@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.fit import Budget, FittedStep, fitted
+from jaxmem.fitted import Budget, FittedStep, fitted
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy

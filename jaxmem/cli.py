@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _entry(options: argparse.Namespace, budget: str | None = None) -> tuple[Any, tuple[Any, ...]]:
     step, args = load_entry(options.entry)
-    from jaxmem.fit import FittedStep
+    from jaxmem.fitted import FittedStep
 
     # A fitted step is planned as it is fitted: what is asked for here would be ignored.
     if isinstance(step, FittedStep) and (budget or options.target):

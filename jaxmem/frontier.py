@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.errors import ArgumentError
-from jaxmem.fit import FittedStep, fitted
+from jaxmem.fitted import FittedStep, fitted
 from jaxmem.planner.frontier import Frontier
 from jaxmem.program import nnx
 from jaxmem.runtime.bound import BoundStep

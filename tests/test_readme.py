@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fit import FittedStep
+from jaxmem.fitted import FittedStep
 from jaxmem.targets import table
 
 ROOT = Path(__file__).parent.parent

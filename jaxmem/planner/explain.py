@@ -282,6 +282,8 @@ def _about(plan: Plan) -> Iterator[str]:
         )
     if plan.exposed_seconds > 0:
         yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
+    if plan.measured_exposed_seconds is not None:
+        yield f"measured were {format_seconds(plan.measured_exposed_seconds)} of such copies"
     yield from plan.notes
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
     from jaxmem.planner.explain import Explanation
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -214,6 +214,8 @@ class Plan:
             where nothing of the kind was proved for the step as a whole.
         measured_seconds: seconds of a step on the device, the median of several runs when it was
             planned; ``None`` where nothing was timed.
+        measured_exposed_seconds: of one such step, of which a profile was made, the time in which
+            only copies to and from the host ran; ``None`` where nothing was timed or copied.
     """
 
     function: str
@@ -248,6 +250,7 @@ class Plan:
     bound_seconds: float | None = None
     measured_seconds: float | None = None
     exposed_seconds: float = 0.0
+    measured_exposed_seconds: float | None = None
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxmem.program.ir import Hosting, Program
 from jaxmem.program.leaves import is_abstract
 from jaxmem.program.source import origin_of
 from jaxmem.runtime.planned import Chosen
+from jaxmem.runtime.profile import StepProfile, profiled
 from jaxmem.runtime.timing import Timer, medians, wall_seconds
 from jaxmem.targets.compiling import runs_here, usable_bytes
 from jaxmem.targets.target import Target
@@ -47,11 +48,13 @@ class Bench:
             data (``ShapeDtypeStruct``) zeros stand in, which are safe as indices.
         target: what the programs are compiled for.
         timer: times one run.
+        profiler: tells what the device did in one run.
     """
 
     call: Call
     target: Target
     timer: Timer = wall_seconds
+    profiler: Callable[[Callable[[], Any]], StepProfile] = profiled
 
     def check(self, program: Program) -> None:
         """Check that a step can be timed here.
@@ -101,6 +104,20 @@ class Bench:
             for chosen, hosting in zip(programs, hostings, strict=True)
         ]
         return medians(runs, self.timer)
+
+    def exposed_seconds(self, program: Program, chosen: Chosen, hosting: Hosting) -> float:
+        """How long only copies to and from the host run in one step, of a profile of it.
+
+        Args:
+            program: the traced step.
+            chosen: the program that is run, ``hosting`` what it takes in host memory.
+
+        Raises:
+            ArgumentError: the device is no GPU.
+        """
+        run = _Run(program, chosen, hosting, _Arguments(program, self.call))
+        run.prepare()
+        return self.profiler(run).exposed_seconds
 
     def _check_room(self, program: Program, programs: Sequence[Chosen]) -> None:
         """What is donated is there twice: the caller's own, and the copy that a run consumes."""

@@ -10,6 +10,7 @@ import jax
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.runtime.profile import StepProfile
 
 
 class BoundStep:
@@ -24,19 +25,23 @@ class BoundStep:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """As :meth:`jaxmem.fit.FittedStep.plan`."""
+        """As :meth:`jaxmem.fitted.FittedStep.plan`."""
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As :meth:`jaxmem.fit.FittedStep.lower`."""
+        """As :meth:`jaxmem.fitted.FittedStep.lower`."""
         return self.__func__.lower(self.__self__, *args, **kwargs)
 
     def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
-        """As :meth:`jaxmem.fit.FittedStep.report`."""
+        """As :meth:`jaxmem.fitted.FittedStep.report`."""
         return self.__func__.report(self.__self__, *args, **kwargs)
 
+    def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, StepProfile]:
+        """As :meth:`jaxmem.fitted.FittedStep.profile`."""
+        return self.__func__.profile(self.__self__, *args, **kwargs)
+
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As :meth:`jaxmem.fit.FittedStep.place`, for the arguments after the instance."""
+        """As :meth:`jaxmem.fitted.FittedStep.place`, for the arguments after the instance."""
         return self.__func__.place(self.__self__, *args, **kwargs)[1:]
 
 

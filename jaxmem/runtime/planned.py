@@ -30,12 +30,14 @@ class Chosen:
         solution: its schedule; ``None`` for the step as written.
         compiled: the program, ``predicted_bytes`` its peak on paper.
         measured_seconds: the median of its runs on the device; ``None`` where it was not timed.
+        measured_exposed_seconds: in how much of one of them only copies to and from the host ran.
     """
 
     solution: Solution | None
     compiled: Compiled
     predicted_bytes: int
     measured_seconds: float | None = None
+    measured_exposed_seconds: float | None = None
 
     @property
     def cost(self) -> tuple[float, int]:
@@ -86,6 +88,7 @@ def plan_of(
         bound_seconds=None if solution is None else solution.bound_seconds,
         measured_seconds=chosen.measured_seconds,
         exposed_seconds=_exposed(search, block),
+        measured_exposed_seconds=chosen.measured_exposed_seconds,
         rounds=tuple(rounds),
         fingerprint=program.fingerprint,
         kept=tuple(_kept(solution)),

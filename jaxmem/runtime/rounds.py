@@ -10,6 +10,7 @@ import jax
 
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError
 from jaxmem.planner.fill import Solution
+from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
@@ -209,8 +210,13 @@ class _Rounds(Tries):
             number = self.noted[id(chosen.compiled)]
             self.rounds[number] = replace(self.rounds[number], measured_seconds=seconds)
         least = min(taken)
-        winner = programs[taken.index(least)]
-        return self.outcome_of(replace(winner, measured_seconds=least))
+        at = taken.index(least)
+        winner, exposed = programs[at], None
+        if has_transfers(self.compiler.block(winner.solution)):
+            exposed = bench.exposed_seconds(self.compiler.program, winner, hostings[at])
+        return self.outcome_of(
+            replace(winner, measured_seconds=least, measured_exposed_seconds=exposed)
+        )
 
     def _plain_within_budget(self) -> Compiled:
         """The step as written; scheduled for memory where that is a choice and it needs it."""

@@ -185,7 +185,10 @@ def _on_host(plan: Plan) -> str:
     if plan.streamed is not None:
         most = max(plan.streamed.fetched_bytes, plan.streamed.sent_bytes)
         text += f" ({format_bytes(most)} each way in {plan.streamed.updates} updates)"
-    return text + f", copies not hidden {format_seconds(plan.exposed_seconds)}"
+    text += f", copies not hidden {format_seconds(plan.exposed_seconds)}"
+    if plan.measured_exposed_seconds is not None:
+        text += f" (measured {format_seconds(plan.measured_exposed_seconds)})"
+    return text
 
 
 def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:

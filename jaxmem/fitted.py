@@ -1,0 +1,329 @@
+"""A fitted step: trace, plan, rewrite, compile, check, run. The whole way on one page."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+
+from jaxmem.errors import ArgumentError, PlanMismatchError
+from jaxmem.planner.deadline import Deadline, check_time_limit
+from jaxmem.planner.plan import Plan
+from jaxmem.planner.report import MemoryReport
+from jaxmem.policies import Policy
+from jaxmem.program import nnx
+from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
+from jaxmem.program.microbatches import standing_for
+from jaxmem.runtime import following, microbatches, policed, rounds, streamed
+from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.bench import Bench, check_measure
+from jaxmem.runtime.bound import BoundStep, refuse_settings
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.host import check_host_budget, parse_host_budget
+from jaxmem.runtime.profile import StepProfile, profiled
+from jaxmem.runtime.progress import Report, progress
+from jaxmem.runtime.step import Step, inputs, rebuilding
+from jaxmem.runtime.tries import Outcome
+from jaxmem.state.placement import place
+from jaxmem.targets.compiling import usable_bytes
+from jaxmem.targets.target import Target
+from jaxmem.targets.topology import tracing_for
+from jaxmem.units import check_budget, format_bytes, parse_budget
+
+Budget = int | str | None
+Verify = bool | Literal["full"]
+
+
+class FittedStep:
+    """A step that runs inside a byte budget; made by :func:`jaxmem.fit`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *,
+        budget: Budget,
+        target: Target | str | None,
+        donate_argnums: int | Sequence[int],
+        static_argnums: int | Sequence[int],
+        verify: Verify,
+        progress: bool | Report | None,
+        plan: Plan | None = None,
+        host_budget: Budget = None,
+        host: str | Sequence[str] | None = None,
+        policy: Policy | None = None,
+        measure: bool = False,
+        time_limit: float | None = None,
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        if verify not in (True, False, "full"):
+            raise ArgumentError(f'verify is {verify!r}: it takes True, False or "full".')
+        if not (plan is None or isinstance(plan, Plan)):
+            raise ArgumentError(
+                f"plan is a {type(plan).__name__}: it takes a jaxmem.Plan, such as "
+                'Plan.load("plan.json").'
+            )
+        policed.check_type(policy)
+        check_measure(measure, plan)
+        check_time_limit(time_limit)
+        if plan is not None and time_limit is not None:
+            raise ArgumentError(
+                "fit(plan=..., time_limit=...): a plan has decided already and nothing is "
+                "searched. Leave time_limit out."
+            )
+        if plan is not None and policy is not None:
+            raise ArgumentError(
+                "fit(plan=..., policy=...): a plan has decided already. Leave one of them out."
+            )
+        if isinstance(fun, FittedStep):
+            raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
+        self._written = fun
+        self._caller = Caller(fun, donate_argnums, static_argnums)
+        self._budget, self._wanted_target = budget, target
+        self._verify, self._progress, self._given = verify, progress, plan
+        self._policy, self._measure, self._time_limit = policy, measure, time_limit
+        check_budget(budget)
+        check_host_budget(host_budget)
+        self._host_budget, self._host = host_budget, streamed.check_patterns(host, plan, measure)
+        if target is not None:
+            Target.resolve(target)
+        self._traced: dict[Hashable, Traced] = {}
+        self._outcomes: dict[Hashable, Outcome] = {}
+        self._steps: dict[Hashable, Step] = {}
+        self._planning = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call for new shapes plans and compiles it.
+
+        Under ``jax.disable_jit()`` the step runs as written, as it does under ``jax.jit``.
+        """
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            with standing_for(1):
+                return self._written(*args, **kwargs)
+        with nnx.context((args, kwargs)):
+            call = self._caller.take(args, kwargs)
+            step = self._step(call)
+            with rebuilding(functools.partial(_put_back, (args, kwargs))):
+                return nnx.put_back(step(call))
+
+    def _step(self, call: Call) -> Step:
+        step = self._steps.get(call.key)
+        if step is None:
+            step = self._steps[call.key] = self._make(self._returned(call))
+        return step
+
+    def _returned(self, call: Call) -> Call:
+        """``call``, known by the first call that differs only in the memory of hosted leaves.
+
+        A step gives them back in host memory, wherever they were when it was planned.
+        """
+        for key, outcome in self._outcomes.items():
+            first = len(self._traced[key].program.consts)
+            hosted = frozenset(n - first for n in outcome.hosting.inputs)
+            if hosted and differ_only_in_memory(call.key, key, hosted):
+                return replace(call, key=key)
+        return call
+
+    def _make(self, call: Call) -> Step:
+        """The step for a new signature; other threads that ask for it wait."""
+        with self._planning:
+            step = self._steps.get(call.key)
+            if step is None:
+                inputs(self._trace(call).program, call)
+                step = Step.make(*self._fit(call))
+                if self._verify == "full":
+                    step.check_against_plain(call)
+                self._steps[call.key] = step
+            return step
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
+        return self if instance is None else BoundStep(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s.
+
+        Runs nothing, unless the step was fitted with ``measure=True``.
+        """
+        return self._planned(args, kwargs)[1].plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """JAX's lowered object of the planned program, for the target, as ``jax.jit`` gives it.
+
+        Its arguments are the array leaves, one by one. ``.compile()`` costs nothing more: it
+        gives the executable that was planned, with its ``memory_analysis()`` and ``as_text()``.
+        """
+        return self._planned(args, kwargs)[1].compiled.lowered
+
+    def report(self, *args: Any, **kwargs: Any) -> MemoryReport:
+        """Where the peak of the planned program is and what fills it.
+
+        Of a step whose state streams from host memory (``host=``), of what computes its gradients.
+        """
+        traced, outcome = self._planned(args, kwargs)
+        program = outcome.program(traced.program)
+        return report_on(program, self._target(), outcome.block, outcome.compiled)
+
+    def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, StepProfile]:
+        """Run one step and tell what the GPU did meanwhile: computed, copied, waited for copies.
+
+        A step like any other: what is donated is used up, and its results come first. Profile the
+        second step or a later one; a first one also loads its kernels.
+
+        Returns:
+            What the step returns, and its :class:`~jaxmem.runtime.profile.StepProfile`.
+
+        Raises:
+            ArgumentError: the device is no GPU; nothing was run then.
+
+        >>> (state, loss), profile = step.profile(state, batch)  # doctest: +SKIP
+        >>> profile.exposed_seconds  # doctest: +SKIP
+        0.0004
+        """
+        with nnx.context((args, kwargs)):
+            self._step(self._caller.take(args, kwargs))
+        told: list[Any] = []
+
+        def run() -> Any:
+            told.append(self(*args, **kwargs))
+            return told
+
+        profile = profiled(run)
+        return told[0], profile
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The positional arguments, every array where the plan wants it.
+
+        NNX objects are returned as they are, with what they hold put in place.
+        """
+        traced, outcome, call = self._called(args, kwargs)
+        layouts, first = traced.program.layouts(outcome.hosting), len(traced.program.consts)
+        # An array that is on the device as well, as another leaf, is copied by the first step.
+        here = {id(a) for n, a in enumerate(call.leaves) if first + n not in outcome.hosting.inputs}
+        leaves = ((n, id(call.leaves[n - first])) for n in outcome.hosting.inputs)
+        hosted = {name: layouts[n] for n, name in leaves if name not in here}
+        return place(args, hosted)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
+        return self._called(args, kwargs)[:2]
+
+    def _called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Traced, Outcome, Call]:
+        with nnx.context((args, kwargs)), self._planning:
+            call = self._returned(self._caller.take(args, kwargs))
+            return *self._fit(call), call
+
+    def _target(self) -> Target:
+        return Target.resolve(self._wanted_target)
+
+    def _host_bytes(self, target: Target) -> int | None:
+        """Host memory for each device; ``None`` leaves it for what fits in no other way."""
+        if self._host_budget is None:
+            return None
+        if self._host_budget == 0:
+            return 0
+        if target.platform == "cpu":
+            raise ArgumentError(
+                f"host_budget={self._host_budget!r}, and {target.name} computes in host memory: "
+                "there is nowhere to move anything. Leave host_budget out, or name a GPU."
+            )
+        return parse_host_budget(self._host_budget, target)
+
+    def _check_host(self, plan: Plan, target: Target) -> None:
+        """Check that a plan that is followed keeps no more in host memory than was allowed."""
+        allowed = self._host_bytes(target)
+        if allowed is not None and plan.host_bytes > allowed:
+            raise PlanMismatchError(
+                f"the plan for {plan.function} keeps {format_bytes(plan.host_bytes)} in host "
+                f"memory, and host_budget={self._host_budget!r} allows {format_bytes(allowed)}. "
+                "Leave host_budget out to follow the plan, or plan again with it."
+            )
+
+    def _streamed(self, traced: Traced, target: Target) -> streamed.Asked | None:
+        """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
+        program = traced.program
+        if self._given is not None and self._given.streamed is not None:
+            self._check_host(self._given, target)
+            return streamed.planned(program, self._given)
+        if not self._host:
+            return None
+        if traced.automatic:
+            raise ArgumentError(
+                f"{program.name}: the number of microbatches is not chosen for a step with host= "
+                "yet. Give a number in place of jaxmem.AUTO."
+            )
+        return streamed.asked_by(program, self._host, target, self._host_bytes(target))
+
+    def _trace(self, call: Call) -> Traced:
+        if call.key not in self._traced:
+            given = self._given
+            count = given.microbatches if given is not None else 1
+            with tracing_for(self._target()):
+                self._traced[call.key] = self._caller.trace(call, count, planned=given is not None)
+        return self._traced[call.key]
+
+    def _fit(self, call: Call) -> tuple[Traced, Outcome]:
+        traced = self._trace(call)
+        if call.key not in self._outcomes:
+            target = self._target()
+            budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
+            deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
+            settings = {"check": bool(self._verify), "policy": self._policy, "deadline": deadline}
+            compiler_of = functools.partial(Compiler, target=target, **settings)
+            bench = Bench(call, target) if self._measure else None
+            if bench is not None:
+                bench.check(traced.program)
+            telling = progress(self._progress, f"planning {self._caller.name}")
+            with telling as report, tracing_for(target):
+                asked = self._streamed(traced, target)
+                if asked is not None:
+                    outcome = streamed.fit(
+                        traced.program, asked, compiler_of, target, budget_bytes, report
+                    )
+                elif self._given is not None:
+                    self._check_host(self._given, target)
+                    compiler = compiler_of(traced.program)
+                    outcome = following.follow(compiler, self._given, budget_bytes, report)
+                elif traced.automatic:
+                    trace = functools.partial(self._caller.trace, call)
+                    self._traced[call.key], outcome = microbatches.fit(
+                        traced,
+                        trace,
+                        compiler_of(traced.program),
+                        budget_bytes,
+                        report,
+                        host_bytes=self._host_bytes(target),
+                        bench=bench,
+                    )
+                else:
+                    outcome = rounds.fit(
+                        compiler_of(traced.program),
+                        budget_bytes,
+                        report,
+                        host_bytes=self._host_bytes(target),
+                        bench=bench,
+                    )
+            self._outcomes[call.key] = outcome
+        return self._traced[call.key], self._outcomes[call.key]
+
+
+def _put_back(arguments: Any, results: Any) -> Any:
+    with nnx.context(arguments):
+        return nnx.put_back(results)
+
+
+def fitted(fun: Callable[..., Any], **settings: Any) -> FittedStep | BoundStep:
+    """``fun`` fitted with ``settings``; a step that is fitted already as it is, with its own.
+
+    Raises:
+        ArgumentError: the step is fitted already, and other settings are given.
+    """
+    if isinstance(fun, FittedStep | BoundStep):
+        refuse_settings(fun, **settings)
+        return fun
+    return FittedStep(fun, **settings)
