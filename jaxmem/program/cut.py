@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value
+from jaxmem.program.lending import lend
 from jaxmem.program.parts import Part, lined_up
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
@@ -40,6 +41,12 @@ class Cut:
     first: Program
     sent: tuple[Value, ...]
     parts: tuple[Part, ...]
+    lent: Mapping[Value, Value] = field(default_factory=dict)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of leaves that wait on the host and that the first part reads."""
+        return sum(v.nbytes for v in self.lent)
 
     @property
     def hosted_results(self) -> list[tuple[int, Value]]:
@@ -121,7 +128,9 @@ class _Piece:
 
 class _Cutter:
     def __init__(self, program: Program, hosted: frozenset[int], bucket_bytes: int):
-        self.program, self.bucket_bytes = program, bucket_bytes
+        lent = lend(program, hosted)
+        self.program, self.lent = lent.program, lent.leaves
+        self.bucket_bytes, program = bucket_bytes, lent.program
         self.hosting = program.hosting(hosted)
         self._check_returned(hosted)
         block, consts = program.block, len(program.consts)
@@ -134,9 +143,13 @@ class _Cutter:
 
     def _check_returned(self, hosted: frozenset[int]) -> None:
         program = self.program
-        back = {position - len(program.consts) for position in program.places.values()}
+        consts = len(program.consts)
+        back = {position - consts for position in program.places.values()}
+        lent = set(self.lent.values())
         for n in sorted(hosted - back):
             leaf = program.arguments[n]
+            if not leaf.donated and program.block.inputs[consts + n] in lent:
+                continue  # Read, and left as it is.
             fix = "" if leaf.donated else " It is not donated: see donate_argnums."
             raise CutError(
                 f"{program.name} cannot keep {leaf.path} in host memory: no result of that shape "
@@ -166,7 +179,7 @@ class _Cutter:
             lasting=lasting(self.program),
         )
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
-        return Cut(self.program, self.hosting, first, sent, parts)
+        return Cut(self.program, self.hosting, first, sent, parts, self.lent)
 
     # --- pieces -----------------------------------------------------------------------------
 
@@ -243,8 +256,8 @@ class _Cutter:
         ordered = tuple(sorted({*ops, *again}, key=self.at.__getitem__))
         made = {v for op in ordered for v in op.outputs}
         read = list(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
-        fetched = tuple(v for v in read if v in waiting.hosted)
-        handed = tuple(v for v in read if v not in waiting.hosted)
+        fetched = tuple(v for v in read if v in waiting.hosted or v in self.lent)
+        handed = tuple(v for v in read if v not in fetched)
         early = [self.at[self.makers[v]] for v in handed if v in self.makers]
         ready = max(early, default=-1)
         return _Piece(leaf, ordered, (*fetched, *handed), tuple(wanted), fetched, ready)

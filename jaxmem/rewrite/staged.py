@@ -8,7 +8,7 @@ the rest is a program of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.program.crossing import Crossing
@@ -119,12 +119,15 @@ def _stages(cut: Cut, block: Block, edges: Sequence[int]) -> list[Part]:
         extra = [*(passed if not n else ()), *extra]
         outputs = [*(atom for _, atom in extra), *outputs]
         names = [*(name for name, _ in extra), *names]
-        taken = tuple(block.inputs) if not n else tuple(reads[n])
+        # The first stage is given what is on the device, whether it reads it or not.
+        here = [v for v in block.inputs if v not in cut.lent or v in reads[n]]
+        taken = tuple(here) if not n else tuple(reads[n])
         found.append(
             Part(
                 Block("", taken, tuple(lines[n]), tuple(outputs)),
                 tuple(called.get(v, v) for v in taken),
                 tuple(names),
+                fetched=tuple(v for v in taken if v in cut.lent) if n else (),
                 stage=True,
             )
         )
@@ -141,11 +144,19 @@ def _reads(ops: Sequence[Op]) -> list[Value]:
 def _first(cut: Cut, stage: Part, later: set[Value]) -> Program:
     """The first stage as the first part of the step."""
     whole = cut.program
-    marked = {leaf.path: leaf.donated for leaf in whole.arguments}
+    marked = {v: leaf.donated for v, leaf in _inputs(whole)}
+    kept = [(v, a) for v, a in _inputs(cut.first) if v in stage.block.inputs]
+    layouts = dict(zip(cut.first.block.inputs, cut.first.layouts(), strict=True))
     program = replace(
         cut.first,
         block=stage.block,
-        arguments=tuple(replace(a, donated=marked[a.path]) for a in cut.first.arguments),
+        arguments=tuple(replace(a, donated=marked[v]) for v, a in kept),
+        shardings=tuple(layouts[v] for v, _ in kept),
         results=tuple(Leaf(f"handed on: {n}") for n in range(len(stage.block.outputs))),
     )
     return donating(program, later)
+
+
+def _inputs(program: Program) -> Iterator[tuple[Value, Leaf]]:
+    """The argument leaves of a program as its block reads them."""
+    yield from zip(program.block.inputs[len(program.consts) :], program.arguments, strict=True)

@@ -116,8 +116,10 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
     for part, memory in zip(cut.parts, parts, strict=True):
         inputs = part.block.inputs
         new = memory.output_bytes - memory.alias_bytes
-        on_way = part.fetched_bytes + new if part.moves else 0
-        found.append(Need(alive + memory.temp_bytes + new * (not part.moves), on_way))
+        # What an update gives is copied back; what a stage gives stays on the device.
+        back = part.moves and not part.stage
+        on_way = part.fetched_bytes + new * back
+        found.append(Need(alive + memory.temp_bytes + new * (not back), on_way))
         # What the caller has stays as it is, unless it is written over.
         gone = {n for n in part.over if n in part.donated or part.reads[n] not in arguments}
         freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.fetched)

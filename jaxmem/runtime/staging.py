@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import Block, has_transfers
+from jaxmem.program.ir import Block, Value, has_transfers
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.staged import Staged, can_be_staged, ready_at, staged
@@ -22,6 +22,10 @@ from jaxmem.targets.target import Target
 # Numbers of stages that are looked at: the first one that fits and is quicker on paper is taken.
 # The updates of the last stage are what nothing hides. Two stages' copies are under way at a time;
 # there may be more stages than the first number to keep those to so many bytes.
+# For lent leaves: as many stages as would read an equal part of them in the forward pass.
+_LENDING_STAGES = (8, 12, 16, 24, 4, 32)
+# Of an update with moments and master weights in float32 so many times the bytes are fetched.
+_MADE = 4
 _STAGES, _UNDER_WAY_BYTES, _MOST_STAGES = (16, 8, 4), 4 * 2**30, 64
 # A step that is not quicker by this share stays in one piece.
 _CLEARLY = 0.02
@@ -100,6 +104,67 @@ def in_stages(
     return plain
 
 
+def lending(
+    cut: Cut, block: Block, target: Target, budget_bytes: int, options: Mapping[str, str]
+) -> Pieces | None:
+    """The step in stages that fetch the lent leaves they read, one stage ahead.
+
+    Args:
+        cut: a step whose first part is lent leaves.
+        block: the schedule of its first part.
+        target: what it is compiled for.
+        budget_bytes: bytes on each device.
+        options: what to compile with.
+
+    Returns:
+        ``None`` where no number of stages fits.
+    """
+    ready = ready_at(cut, block)
+    least = max(sum(v.nbytes for v in op.values if v in cut.lent) for op in block.ops)
+    tried: set[tuple[int, ...]] = set()
+    for count in _LENDING_STAGES:
+        room = max(least, cut.lent_bytes // count)
+        bounds = _lending_bounds(cut, block, ready, room)
+        if len(bounds) > _MOST_STAGES or tuple(bounds) in tried:
+            continue
+        tried.add(tuple(bounds))
+        edges = [*bounds, len(block.ops)]
+        groups = [
+            [p for p, at in zip(cut.parts, ready, strict=True) if start < at <= end]
+            for start, end in itertools.pairwise([-1, *edges])
+        ]
+        made = staged(cut, block, bounds)
+        lent = [part.fetched_bytes for part in made.cut.parts if part.stage]
+        line = _Line(target, block, edges, groups, [*lent, 0])
+        window = 2 * max(
+            sum(p.fetched_bytes for p in group) + ahead
+            for group, ahead in zip(groups, [*lent, 0], strict=True)
+        )
+        found = _compiled(made, line, target, budget_bytes, window, options)
+        if found is not None:
+            return found
+    return None
+
+
+def _lending_bounds(cut: Cut, block: Block, ready: Sequence[int], room: int) -> list[int]:
+    """Where stages start so that none reads more of the lent leaves, nor makes more, than ``room``.
+
+    The first is before everything: it takes what is on the device and reads no lent leaf.
+    """
+    handed = dict.fromkeys(range(len(block.ops) + 1), 0)
+    for at, part in zip(ready, cut.parts, strict=True):
+        handed[at] += part.fetched_bytes
+    bounds, read, made = [0], set[Value](), 0
+    for n, op in enumerate(block.ops):
+        now = {v for v in op.values if v in cut.lent}
+        made += handed[n]
+        if sum(v.nbytes for v in read | now) > room or (made > _MADE * room and handed[n]):
+            bounds += [n] if n > bounds[-1] else []
+            read, made = set(), 0
+        read |= now
+    return bounds
+
+
 def _bounds(parts: Sequence[Part], ready: Sequence[int], end: int, count: int) -> list[int]:
     """Where stages end, so that each has about as many bytes to fetch."""
     whole = sum(part.fetched_bytes for part in parts)
@@ -157,6 +222,7 @@ class _Line:
         block: Block,
         ends: Sequence[int],
         groups: Sequence[Sequence[Part]],
+        ahead: Sequence[int] = (),
     ):
         rates = rates_of(target)
         simulator = Simulator(rates)
@@ -166,6 +232,8 @@ class _Line:
             self.stages = [simulator.step(block).seconds]
         self.updates = [sum(block_seconds(p.block, rates) for p in group) for group in groups]
         self.fetched = [sum(p.fetched_bytes for p in group) for group in groups]
+        if ahead:  # What the next stage reads is fetched after what this one's updates do.
+            self.fetched = [a + b for a, b in zip(self.fetched, ahead, strict=True)]
         self.sent = [sum(p.sent_bytes for p in group) for group in groups]
         self.link = target.duplex_bytes_per_second
 

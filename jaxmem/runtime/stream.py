@@ -111,10 +111,15 @@ class Stream:
     @functools.cached_property
     def used_up(self) -> list[list[Value]]:
         """For each item the leaves in host memory that nothing needs after it."""
-        last = {v: n for n, item in enumerate(self.items) for v in item.part.fetched}
+        lent, places = self.cut.lent, self.cut.program.places
+        inputs = self.cut.program.block.inputs
+        replaced = {inputs[places[n]] for n, _ in self.cut.hosted_results}
+        last = {lent.get(v, v): n for n, item in enumerate(self.items) for v in item.part.fetched}
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
-            if leaf not in self.handed_back:
+            # What was lent and is not replaced stays the caller's own.
+            lasts = leaf in lent.values() and leaf not in replaced
+            if leaf not in self.handed_back and not lasts:
                 found[number].append(leaf)
         return found
 
@@ -122,7 +127,9 @@ class Stream:
     def replaced(self) -> list[Value]:
         """The leaves in host memory that nothing reads and results of the first part replace."""
         program = self.cut.program
-        needed = self.handed_back.union(v for item in self.items for v in item.part.fetched)
+        lent = self.cut.lent
+        fetched = (v for item in self.items for v in item.part.fetched)
+        needed = self.handed_back.union(lent.get(v, v) for v in fetched)
         sent, places = set(self.cut.sent), program.places
         leaves = [program.block.inputs[places[n]] for n, v in self.cut.hosted_results if v in sent]
         return [v for v in leaves if v not in needed]
@@ -200,8 +207,11 @@ class _Run:
         block, hosting = self.cut.program.block, self.cut.hosting
         self.on_host: dict[Value, Any] = {}
         self.env: dict[Value, Any] = {}
-        for n, (value, array) in enumerate(zip(block.inputs, ready, strict=True)):
+        # The inputs that are lent come last; they are the leaves themselves.
+        given = block.inputs[: len(block.inputs) - len(self.cut.lent)]
+        for n, (value, array) in enumerate(zip(given, ready, strict=True)):
             (self.on_host if n in hosting.inputs else self.env)[value] = array
+        self.on_host.update((v, self.on_host[leaf]) for v, leaf in self.cut.lent.items())
         self.here: dict[tuple[int, Value], Any] = {}
         self.back: dict[Value, Any] = {}
         self.given: dict[int, Any] = {}
@@ -236,7 +246,8 @@ class _Run:
         paths = [
             program.arguments[program.block.inputs.index(v) - first].path for v in part.fetched
         ]
-        what = f"the update of {paths[0]}" if paths else "a stage of the gradients"
+        update = paths and not part.stage
+        what = f"the update of {paths[0]}" if update else "a stage of the gradients"
         return f"{what} (part {self.at + 1} of {len(items)} of {program.name})"
 
     def go_on(self, *, alone: bool = False) -> None:
@@ -281,7 +292,7 @@ class _Run:
         self.done.add(self.at)
 
     def _fetch_for_stage(self) -> None:
-        """Before a stage starts, fetch what is updated after it.
+        """Before a stage starts, fetch what is updated after it, and what the next stage reads.
 
         A copy to the device waits for computations that were started before it: fetched later, it
         would wait for the stage. Copies to the host that go on beside the stage before this one
@@ -289,8 +300,10 @@ class _Run:
         """
         items, room = self.stream.items, self.stream.items[self.at].room_bytes
         self.fetched = max(self.fetched, self.at + 1)
-        while self.fetched < len(items) and not items[self.fetched].part.stage:
+        before = None
+        while self.fetched < len(items) and not (before and before.stage):
             item = items[self.fetched]
+            before = item.part
             room = min(room, item.room_bytes)
             while self.under_way + item.way_bytes > room:
                 if not self.sends or self.sends[0].stage >= self.stage:

@@ -6,7 +6,13 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.errors import ArgumentError, BudgetError, BudgetInfeasibleError, PlanMismatchError
+from jaxmem.errors import (
+    ArgumentError,
+    BudgetError,
+    BudgetInfeasibleError,
+    CutError,
+    PlanMismatchError,
+)
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.policies.selector import nearest
@@ -17,7 +23,7 @@ from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
 from jaxmem.runtime.parts import Need
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.staging import Pieces, in_one, in_stages
+from jaxmem.runtime.staging import Pieces, in_one, in_stages, lending
 from jaxmem.runtime.stream import Item, Stream
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
@@ -31,6 +37,9 @@ _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 # So many of the largest are under way at a time: one on its way to the device, one being updated
 # and two on their way back keep both directions busy; or so many bytes, if that is more.
 _WINDOW, _WINDOW_BYTES = 4, 2**30
+# What is lent to the gradients may take so much of the budget while they are planned, for the
+# leaves of two stages: those of one that runs, and of the next.
+_LENT_SHARE = 4
 
 
 def check_patterns(
@@ -191,22 +200,101 @@ def fit(
         )
     pieces = cut(program, asked.hosted, min(_BUCKET_BYTES, budget_bytes // _BUCKETS))
     _check_host(pieces, asked, target)
-    compiler = compiler_of(pieces.first)
-    if asked.plan is None:
-        first = rounds.fit(compiler, budget_bytes, report, host_bytes=0)
-    else:
-        first = following.follow(
-            compiler, replace(asked.plan, hosted=(), streamed=None), budget_bytes, report
-        )
+    first = _first(pieces, asked, compiler_of, budget_bytes, report)
     report(f"compiling {len(pieces.parts)} updates")
-    most = _window(pieces)
     options = dict(first.plan.options)
-    plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
-    _check_fits(pieces, plain.memory, budget_bytes, target, first)
-    found = in_stages(plain, first.block, target, budget_bytes, options)
+    if pieces.lent:
+        found = lending(pieces, first.block, target, budget_bytes, options)
+        if found is None:
+            raise _too_large(pieces, budget_bytes, target, first)
+    else:
+        most = _window(pieces)
+        plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
+        _check_fits(pieces, plain.memory, budget_bytes, target, first)
+        found = in_stages(plain, first.block, target, budget_bytes, options)
     stream = _stream(found, budget_bytes)
     plan = _plan(first.plan, pieces, stream, found, target, asked)
     return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
+
+
+def _first(
+    pieces: Cut,
+    asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
+    budget_bytes: int,
+    report: Report,
+) -> Outcome:
+    """What computes the gradients, planned; leaves that are lent to it do not count.
+
+    It is planned as one program, which takes all of them at once, and then run in stages, of which
+    each takes the few that it reads.
+    """
+    compiler = compiler_of(pieces.first)
+    more = 0
+    if pieces.lent:
+        _check_stages(pieces)
+        more = pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // _LENT_SHARE)
+    try:
+        if asked.plan is None:
+            found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
+        else:
+            plan = replace(asked.plan, hosted=(), streamed=None)
+            found = following.follow(compiler, plan, budget_bytes + more, report)
+    except BudgetInfeasibleError as error:
+        if not more:
+            raise
+        smallest = error.smallest_bytes - more
+        raise BudgetInfeasibleError(
+            f"no plan fits budget={format_bytes(budget_bytes)}: beside the arguments that host= "
+            f"names {pieces.program.name} takes {format_bytes(smallest)}, as far as was found.\n"
+            f'  Use budget="{format_budget(smallest)}".',
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+            holders=error.holders,
+        ) from error
+    return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
+
+
+def _check_stages(pieces: Cut) -> None:
+    """Check that what reads lent leaves may run in stages.
+
+    Raises:
+        CutError: it may not.
+    """
+    first, consts = next(iter(pieces.lent.values())), len(pieces.program.consts)
+    path = pieces.program.arguments[pieces.program.block.inputs.index(first) - consts].path
+    if pieces.sent:
+        number = next(n for n, v in pieces.hosted_results if v in pieces.sent)
+        raise CutError(
+            f"{pieces.program.name} cannot keep {path} in host memory beside "
+            f"{pieces.program.results[number].path}: that result needs nothing of what waits "
+            "there, and would be on the device until the end. Leave its argument out of host=."
+        )
+    effect = next((op for op in pieces.first.block.ops if op.eqn.effects), None)
+    if effect is not None:
+        raise CutError(
+            f"{pieces.program.name} cannot keep {path} in host memory: it is read by what computes "
+            f"the gradients, which would run in stages, and {effect.name} has an effect. Leave "
+            "that leaf out of host=, or the effect."
+        )
+
+
+def _too_large(
+    pieces: Cut, budget_bytes: int, target: Target, first: Outcome
+) -> BudgetInfeasibleError:
+    largest = max(pieces.lent, key=lambda v: v.nbytes)
+    number = pieces.program.block.inputs.index(largest) - len(pieces.program.consts)
+    smallest = budget_bytes + budget_bytes // _LENT_SHARE + largest.nbytes
+    return BudgetInfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: no number of stages "
+        f"leaves room for the arguments that each reads. The largest of them is "
+        f"{pieces.program.arguments[number].path} ({format_bytes(largest.nbytes)}), and one array "
+        f"is fetched at once.\n"
+        f'  Try budget="{format_budget(smallest)}", or name fewer arguments in host=.',
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        holders=first.plan.holders,
+    )
 
 
 def _window(pieces: Cut) -> int:
@@ -290,7 +378,8 @@ def _plan(
     taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
     ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
     window = max(windows, default=0)
-    updates = [n for n, item in enumerate(stream.items) if item.part.moves]
+    moved = [n for n, item in enumerate(stream.items) if item.part.moves]
+    updates = [n for n in moved if not stream.items[n].part.stage]
     here = {
         n: aval_bytes(atom.aval)
         for n, atom in enumerate(program.block.outputs)
@@ -298,9 +387,11 @@ def _plan(
     }
     return replace(
         first,
+        argument_bytes=first.argument_bytes - pieces.lent_bytes,
         output_bytes=sum(here.values()),
         aliased_bytes=sum(here[n] for n in program.places if n in here),
-        predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window),
+        predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window)
+        - pieces.lent_bytes,
         compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
         keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
         keep_all_compiled_bytes=None,
@@ -314,7 +405,7 @@ def _plan(
             stages=found.stages,
             updates=len(updates),
             programs=len({id(found.parts[n]) for n in updates}),
-            fetched_bytes=pieces.fetched_bytes,
+            fetched_bytes=found.cut.fetched_bytes,
             sent_bytes=pieces.sent_bytes,
             window_bytes=window,
         ),
