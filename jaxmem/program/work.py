@@ -58,13 +58,10 @@ def arithmetic(eqn) -> float:
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
     numbers = eqn.params["dimension_numbers"]
     kernel = eqn.invars[1].aval.shape
-    if all(d == 1 for d in eqn.params["lhs_dilation"]):
-        per_output = math.prod(kernel) / max(kernel[numbers.rhs_spec[0]], 1)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output
-    # A strided convolution's input gradient: the holes that dilation adds cost nothing.
-    per_input = math.prod(kernel) / max(kernel[numbers.rhs_spec[1]], 1)
-    groups = eqn.params["feature_group_count"]
-    return 2.0 * math.prod(eqn.invars[0].aval.shape) * per_input / groups
+    per_output = math.prod(kernel) / max(kernel[numbers.rhs_spec[0]], 1)
+    # The gradients of strided and of transposed convolutions: holes that dilation adds cost nothing.
+    holes = math.prod(eqn.params["lhs_dilation"])
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output / holes
 
 
 def _nbytes(atoms) -> float:

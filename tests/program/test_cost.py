@@ -55,6 +55,18 @@ def test_the_holes_of_a_dilated_input_cost_nothing():
     assert costs[-1] == pytest.approx(plain)
 
 
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 3)], ids=["as wide as its stride", "wider"])
+def test_a_transposed_convolution_and_its_gradients_cost_alike(kernel: tuple[int, int]):
+    def up(x, w):
+        return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=LAYOUT).sum()
+
+    weights = jnp.ones((*kernel, 8, 12))
+    step = program(jax.value_and_grad(up, (0, 1)), IMAGE, weights)
+    costs = [arithmetic(o.eqn) for o in step.block.ops if o.name == "conv_general_dilated"]
+    assert len(costs) == 3
+    assert costs == pytest.approx([2 * IMAGE.size * 12 * kernel[0] * kernel[1]] * 3)
+
+
 def test_time_is_the_slower_of_arithmetic_and_traffic():
     assert RATES.seconds(2e12, "float32", 1) == 2.0
     assert RATES.seconds(2e12, "bfloat16", 1) == 0.5
