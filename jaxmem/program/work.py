@@ -59,7 +59,7 @@ def arithmetic(eqn) -> float:
     numbers = eqn.params["dimension_numbers"]
     kernel = eqn.invars[1].aval.shape
     per_output = math.prod(kernel) / max(kernel[numbers.rhs_spec[0]], 1)
-    # The gradients of strided and of transposed convolutions: holes that dilation adds cost nothing.
+    # Gradients of strided and of transposed convolutions: holes that dilation adds cost nothing.
     holes = math.prod(eqn.params["lhs_dilation"])
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output / holes
 

@@ -136,7 +136,7 @@ def lending(
         made = staged(cut, block, bounds)
         lent = [part.fetched_bytes for part in made.cut.parts if part.stage]
         line = _Line(target, block, edges, groups, [*lent, 0])
-        window = 2 * max(
+        window = 3 * max(
             sum(p.fetched_bytes for p in group) + ahead
             for group, ahead in zip(groups, [*lent, 0], strict=True)
         )

@@ -28,6 +28,10 @@ from jaxmem.runtime.interrupts import undisturbed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.targets.compiling import compile_for
 
+# A copy is handed to the device a moment after it was asked for, and then waits for a stage that
+# was started in between: with leaves fetched for one stage ahead no copy runs beside anything.
+_STAGES_AHEAD = 2
+
 
 @dataclass(frozen=True, eq=False)
 class Item:
@@ -292,7 +296,7 @@ class _Run:
         self.done.add(self.at)
 
     def _fetch_for_stage(self) -> None:
-        """Before a stage starts, fetch what is updated after it, and what the next stage reads.
+        """Before a stage starts, fetch what is updated after it, and what the next stages read.
 
         A copy to the device waits for computations that were started before it: fetched later, it
         would wait for the stage. Copies to the host that go on beside the stage before this one
@@ -300,10 +304,10 @@ class _Run:
         """
         items, room = self.stream.items, self.stream.items[self.at].room_bytes
         self.fetched = max(self.fetched, self.at + 1)
-        before = None
-        while self.fetched < len(items) and not (before and before.stage):
+        stages = _STAGES_AHEAD if self.cut.lent else 1
+        while self.fetched < len(items) and stages:
             item = items[self.fetched]
-            before = item.part
+            stages -= item.part.stage
             room = min(room, item.room_bytes)
             while self.under_way + item.way_bytes > room:
                 if not self.sends or self.sends[0].stage >= self.stage:
