@@ -65,7 +65,8 @@ def state_of(options: argparse.Namespace, where: Any = None) -> dict:
 
     for n in range(options.layers):
         name, full = f"w{n:03d}", weights(n)
-        params[name], master[name] = full.astype(jnp.bfloat16), put(full)
+        there = put if options.host == "*" else (lambda a: a)
+        params[name], master[name] = there(full.astype(jnp.bfloat16)), put(full)
         mu[name], nu[name] = put(jnp.zeros(shape)), put(jnp.zeros(shape))
         jax.block_until_ready((master[name], mu[name], nu[name]))
     fresh = TX.init({"w": jnp.zeros(())})
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=32768, help="tokens of the longer steps")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", default=None)
+    parser.add_argument("--host", default="state['host']*", help='"*" has parameters there, too')
     parser.add_argument("--only", nargs="*", default=["device", "jaxmem", "stock"])
     parser.add_argument(
         "--peak",
@@ -158,8 +160,9 @@ def main() -> int:
     gradients = jax.jit(jax.value_and_grad(net))
     rows = []
     ways: dict[str, tuple[Callable, Any]] = {"device": (jax.jit(step, donate_argnums=0), None)}
-    patterns = ["state['host']*"]
-    fitted = functools.partial(jaxmem.fit, host=patterns, budget=options.budget, donate_argnums=0)
+    fitted = functools.partial(
+        jaxmem.fit, host=options.host, budget=options.budget, donate_argnums=0
+    )
     ways["jaxmem"] = (fitted(step, target=None if on_gpu else "h200", progress=False), where)
     alike = jaxmem.fit(step, budget=None, donate_argnums=0, host_budget=0, progress=False)
     ways["fitted"] = (alike, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,10 @@ class GPTConfig:
         scan_layers: one block scanned over stacked parameters (compiles fast at any depth) instead
             of one block after another.
         dropout: probability of dropping a value of a block's output; 0 draws no random numbers.
+        attention: ``implementation=`` of ``jax.nn.dot_product_attention``; ``"cudnn"`` is flash
+            attention, on NVIDIA GPUs and in half precision only.
+        remat_policy: a policy of ``jax.checkpoint_policies`` that says what each block saves for
+            the backward pass; the rest it computes again. ``None`` saves all of it.
     """
 
     vocab_size: int = 256
@@ -37,6 +43,8 @@ class GPTConfig:
     param_dtype: DTypeLike = jnp.float32
     scan_layers: bool = False
     dropout: float = 0.0
+    attention: str = "xla"
+    remat_policy: Callable[..., Any] | None = None
 
 
 class Attention(nnx.Module):
@@ -44,6 +52,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.heads = config.heads
+        self.implementation = config.attention
         self.qkv = _linear(config, config.d_model, 3 * config.d_model, rngs)
         self.out = _linear(config, config.d_model, config.d_model, rngs)
 
@@ -52,7 +61,9 @@ class Attention(nnx.Module):
         qkv = checkpoint_name(self.qkv(x), "qkv")
         qkv = qkv.reshape(batch, sequence, 3, self.heads, d_model // self.heads)
         query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=self.implementation
+        )
         mixed = checkpoint_name(mixed.reshape(batch, sequence, d_model), "attention")
         return self.out(mixed)
 
@@ -109,20 +120,28 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
             x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        run = _block_function(self.config)
         if self.config.scan_layers:
             with jax.named_scope("blocks"):
-                x = _scan_blocks(self.blocks, x)
+                x = nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
             for index, block in enumerate(self.blocks):
                 with jax.named_scope(f"block{index}"):
-                    x = block(x)
+                    x = run(block, x)
         with jax.named_scope("head"):
             return checkpoint_name(self.tokens.attend(self.norm(x)), "logits")
 
 
-@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-def _scan_blocks(block: Block, x: jax.Array) -> jax.Array:
+def _run_block(block: Block, x: jax.Array) -> jax.Array:
     return block(x)
+
+
+def _block_function(config: GPTConfig) -> Callable[[Block, jax.Array], jax.Array]:
+    """Runs a block, under its checkpoint policy if there is one."""
+    if config.remat_policy is None:
+        return _run_block
+    # In a loop's body XLA cannot merge the recomputation with the forward pass anyway.
+    return nnx.remat(_run_block, policy=config.remat_policy, prevent_cse=not config.scan_layers)
 
 
 def _linear(config: GPTConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:

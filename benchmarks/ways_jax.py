@@ -1,0 +1,111 @@
+"""How a train step in JAX is run: as written, with checkpoint policies, inside a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+
+import jaxmem
+from benchmarks.workloads.base import JaxWorkload
+from jaxmem.runtime.profile import profiled
+
+POLICIES = jax.checkpoint_policies
+ATTENTION = ("gpt", "bert")
+# Each of these is applied to every block of the net, as its author would.
+STOCK: dict[str, Callable[[JaxWorkload], Any]] = {
+    "keep-all": lambda w: None,
+    "nothing_saveable": lambda w: POLICIES.nothing_saveable,
+    "dots_saveable": lambda w: POLICIES.dots_saveable,
+    "dots_with_no_batch_dims_saveable": lambda w: POLICIES.dots_with_no_batch_dims_saveable,
+    "save names": lambda w: POLICIES.save_only_these_names(*w.saved),
+    "offload names": lambda w: POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(w.offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def run(net: str, size: str, way: str, budget: int | None, samples: int, inner: int) -> dict:
+    """Run one way and say what it took.
+
+    Args:
+        net: a module of ``workloads``.
+        size: one of its ``SIZES``.
+        way: a key of :data:`STOCK`, or ``"jaxmem"``.
+        budget: bytes, for jaxmem.
+        samples: how often ``inner`` steps are timed together.
+        inner: steps in a sample.
+    """
+    module = importlib.import_module(f"benchmarks.workloads.{net}")
+    # Flash attention is cuDNN's; a dry run elsewhere spells it out.
+    spelled_out = net in ATTENTION and jax.default_backend() != "gpu"
+    workload = functools.partial(
+        module.workload, module.SIZES[size], **({"attention": "xla"} if spelled_out else {})
+    )
+    work = workload()
+    if way != "jaxmem":
+        work = workload(remat_policy=STOCK[way](work))
+    made = jax.eval_shape(work.state), jax.eval_shape(work.batch)
+    started = time.perf_counter()
+    if way == "jaxmem":
+        step = jaxmem.fit(work.step, budget=budget, donate_argnums=0, progress=False)
+        plan = step.plan(*made)
+        told = {
+            "compiled_bytes": plan.compiled_bytes,
+            "predicted_bytes": plan.predicted_bytes,
+            "predicted_seconds": plan.predicted_seconds,
+            "predicted_keep_all_seconds": plan.keep_all_seconds,
+            "host_bytes": plan.host_bytes,
+            "rounds": len(plan.rounds),
+            "solver": plan.solver,
+        }
+    else:
+        step = jax.jit(work.step, donate_argnums=0).lower(*made).compile()
+        memory = step.memory_analysis()
+        arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        told = {
+            "compiled_bytes": arguments + memory.temp_size_in_bytes - memory.alias_size_in_bytes,
+            "host_bytes": memory.host_temp_size_in_bytes,
+        }
+    told["prepare_seconds"] = time.perf_counter() - started
+    state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
+    if way == "jaxmem":
+        state = step.place(state, batch)[0]
+    seconds, losses = [], []
+    for n in range(samples + 1):
+        started = time.perf_counter()
+        for _ in range(inner):
+            state, loss = step(state, batch)
+            losses.append(loss)
+        jax.block_until_ready((state, loss))
+        if n:
+            seconds.append((time.perf_counter() - started) / inner)
+    told |= {
+        "seconds": statistics.median(seconds),
+        "losses": [float(loss) for loss in losses],
+        "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        "items_per_second": work.items / statistics.median(seconds),
+        "unit": work.unit,
+    }
+    if told["host_bytes"] and jax.default_backend() == "gpu":
+        held = {"state": state}
+
+        def again() -> Any:
+            held["state"], loss = step(held["state"], batch)
+            return held["state"], loss
+
+        told["profile"] = dataclasses.asdict(profiled(again))
+    return told

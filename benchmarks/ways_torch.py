@@ -1,0 +1,95 @@
+"""How a train step in PyTorch is run: eager, compiled, checkpointed, saved on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+WAYS = ("eager", "compile", "checkpoint", "compile + checkpoint", "save_on_cpu")
+
+
+def run(net: str, size: str, way: str, share: float | None, samples: int, inner: int) -> dict:
+    """Run one way and say what it took.
+
+    Args:
+        net: a module of ``workloads``, without its ``_torch``.
+        size: one of its ``SIZES``.
+        way: one of :data:`WAYS`.
+        share: ``activation_memory_budget`` of ``"compile"``.
+        samples: how often ``inner`` steps are timed together.
+        inner: steps in a sample.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module = importlib.import_module(f"benchmarks.workloads.{net}_torch")
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    work = module.workload(module.SIZES[size], device)
+    optimizer = work.optimizer(work.model.parameters())
+    _wrap(work.blocks, way, share)
+
+    def saving() -> Any:
+        if way == "save_on_cpu":
+            return save_on_cpu(pin_memory=device == "cuda")
+        return contextlib.nullcontext()
+
+    def step() -> torch.Tensor:
+        with saving():
+            loss = work.loss(work.model, work.batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    losses = [step()]  # compiles
+    _wait(device)
+    prepared = time.perf_counter() - started
+    seconds = []
+    for n in range(samples + 1):
+        started = time.perf_counter()
+        losses += [step() for _ in range(inner)]
+        _wait(device)
+        if n:
+            seconds.append((time.perf_counter() - started) / inner)
+    middle = statistics.median(seconds)
+    return {
+        "prepare_seconds": prepared,
+        "seconds": middle,
+        "losses": [float(loss) for loss in losses],
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
+        "items_per_second": work.items / middle,
+    }
+
+
+def _wrap(blocks: list[Any], way: str, share: float | None) -> None:
+    """Compile or checkpoint every block."""
+    if way.startswith("compile"):
+        if share is not None:
+            torch._functorch.config.activation_memory_budget = share
+        # All blocks are one piece of code; where there are more of them it would give up silently.
+        torch._dynamo.config.recompile_limit = 4 * len(blocks)
+        torch._dynamo.config.accumulated_recompile_limit = 8 * len(blocks)
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if "checkpoint" in way:
+        for block in blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
