@@ -238,6 +238,7 @@ def step_bytes(memory):
     return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["resnet", pytest.param("unet3d", marks=pytest.mark.slow)])
 def test_benchmark_steps_learn_the_same_inside_a_budget(name):
     module = importlib.import_module(f"benchmarks.workloads.{name}")

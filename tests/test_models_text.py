@@ -254,7 +254,8 @@ def test_a_tiny_workload_learns_its_batch(kind):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["gpt", pytest.param("bert", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", NETS)
 def test_a_tiny_workload_has_the_same_losses_inside_a_budget(kind):
     work, state, batch, as_written, losses = trained(kind)
     needs = as_written.memory_analysis()
