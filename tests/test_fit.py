@@ -12,6 +12,8 @@ import jaxmem
 from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, X, deep
 from tests.problems import assert_same
 
+pytestmark = pytest.mark.default_code
+
 # --- decorator and call --------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ from tests.laws import Verdict, judge
 from tests.problems import PROBLEMS, assert_same
 from tests.problems.rules import DEPTH, LOG
 
+pytestmark = pytest.mark.default_code
+
 # One problem for each way a program can be written: every case compiles about six programs.
 ON_CPU = (
     *("transformer_scan", "transformer_unrolled", "transformer_bf16", "transformer_scan_reverse"),

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -15,6 +16,8 @@ from flax.training.train_state import TrainState
 import jaxmem
 from tests.fitted_steps import ADAM, SHAPE, WIDTH, X
 from tests.problems import assert_same
+
+pytestmark = pytest.mark.default_code
 
 # --- libraries -----------------------------------------------------------------------------------
 

@@ -19,7 +19,12 @@ def held() -> tuple[list[str], str]:
     script = Path(__file__).with_name("sharded_steps.py")
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # As in the fixture `quick_code`.
+        },
         capture_output=True,
         text=True,
         timeout=600,

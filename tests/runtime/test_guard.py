@@ -14,6 +14,8 @@ from jaxmem.runtime import guard
 from jaxmem.targets.target import Target
 from tests.fitted_steps import DEEP_ARGS, deep
 
+pytestmark = pytest.mark.default_code
+
 H200 = Target("h200")
 
 

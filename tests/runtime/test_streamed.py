@@ -31,6 +31,8 @@ from tests.streamed_steps import (
     step_with,
 )
 
+pytestmark = pytest.mark.default_code
+
 ADAM = OPTIMIZERS["adam"]
 # One of each kind of cut; tests/program/test_cut.py has all of them.
 SOME = ("adam", "clipped twice", "several", "adafactor", "muon", "noise", "only if finite")

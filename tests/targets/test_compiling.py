@@ -11,6 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem.errors import TargetError
 from jaxmem.targets import Target, compile_for, compiling
+from tests.problems import PROBLEMS, pure
+
+pytestmark = pytest.mark.default_code
 
 SIDE = 512
 MATRIX = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
@@ -78,6 +81,23 @@ def test_a_gpu_runs_here_only_if_it_is_this_one_and_there_are_enough(monkeypatch
     names = ["h200", "4xh200", "cpu", "8xh200", "2x4xh200", "h100"]
     # "cpu" asks JAX for the real devices of this process, which the stand-ins do not touch.
     assert [compiling.runs_here(Target(name)) for name in names] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("name", ["transformer_scan", "lstm", "effects"])
+def test_what_llvm_optimises_changes_neither_the_program_nor_its_bytes(name: str):
+    """So other test files may compile with less of that: the fixture `quick_code`."""
+    step = pure(PROBLEMS[name])
+
+    def compiled():
+        made = compile_for("cpu", step.function, step.args, donate=step.donate)
+        return made.hlo_text(), made.memory
+
+    expected = compiled()
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        assert compiled() == expected
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_an_absent_gpu_does_not_run_here():

@@ -13,6 +13,8 @@ from jaxmem.errors import TargetError
 from jaxmem.targets import Target, compile_for, measuring
 from jaxmem.targets.measuring import GPU_OPTIONS, Gauge, product, scaled, timed, undisturbed
 
+pytestmark = pytest.mark.default_code
+
 CPU = jax.devices("cpu")[0]
 
 
