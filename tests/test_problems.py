@@ -40,6 +40,8 @@ def _finite(leaf: jax.Array) -> bool:
     return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
 
 
+# Wide: on the other Python tests/test_laws.py runs them.
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_step_runs_and_its_memory_is_activations(name: str):
     first, second = pure(PROBLEMS[name]), pure(PROBLEMS[name])
