@@ -117,7 +117,7 @@ class Search:
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
         self._smallest: dict[State, list[Solution]] = {}
-        self._lines: dict[State, LineSolver] = {}
+        self._line_solver: LineSolver | None = None
         self._segmented: dict[State, list[Solution]] = {}
 
     def _line(self) -> FusedLine | None:
@@ -395,10 +395,11 @@ class Search:
 
     def line_solver(self) -> LineSolver:
         assert self.line is not None
-        if self._state not in self._lines:
+        if self._line_solver is None:
+            # The line is the same whatever is pinned or hosted; `on_paper` looks at that itself.
             turn = self.choices[0].turn
-            self._lines[self._state] = LineSolver(self.line, turn, self.on_paper, self.deadline)
-        return self._lines[self._state]
+            self._line_solver = LineSolver(self.line, turn, self.on_paper, self.deadline)
+        return self._line_solver
 
     def _in_segments(self) -> list[Solution]:
         """Nested recomputation of scans."""
