@@ -239,7 +239,12 @@ def test_the_same_plan_byte_for_byte_in_another_process():
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": str(ROOT),
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # As in the fixture `quick_code`.
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

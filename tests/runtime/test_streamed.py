@@ -142,9 +142,8 @@ def test_gradients_are_computed_in_stages_between_updates(deep):
     same(state, expected, rtol=2e-3)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.6])
-def test_a_smaller_budget_is_kept_by_every_program(deep, share: float, tmp_path):
-    run = fitted(deep.step, budget=int(deep.plan.compiled_bytes * share))
+def test_a_smaller_budget_is_kept_by_every_program(deep, tmp_path):
+    run = fitted(deep.step, budget=int(deep.plan.compiled_bytes * 0.6))
     plan = run.plan(deep.fresh(), ROWS)
     assert plan.compiled_bytes <= plan.budget_bytes
     assert plan.recomputed()

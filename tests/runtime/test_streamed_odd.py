@@ -55,8 +55,17 @@ def constant(s, x):
     return {"m": jnp.zeros_like(s["m"]), "a": s["a"] + s["m"]}, x.sum()
 
 
-@pytest.mark.parametrize("host", ["s['m']", "s['a']", "s*"])
-@pytest.mark.parametrize("step", [adapter, shifted, swapped, shown, twice, constant])
+# Where "a" is only updated it waits on the host beside "m".
+ODD = {
+    "s['m']": (adapter, shifted, swapped, shown, twice, constant),
+    "s['a']": (shifted, swapped, constant),
+    "s*": (adapter, shifted, swapped, shown, twice, constant),
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "host"), [(step, host) for host, steps in ODD.items() for step in steps]
+)
 def test_leaves_may_be_read_shown_kept_and_passed_on(step, host: str):
     def fresh():
         return {"m": big(0.01), "a": big(0.5)}
