@@ -121,6 +121,8 @@ class _Model:
         self.exposed = (self.count, self.count + 1)
         self.count += 2
         self.rows = _Rows([])
+        # Of the rows so far: coefficients, the row and the column of each, and lower bounds.
+        self._scaled: tuple[list[float], list[int], list[int], list[float]] = [], [], [], []
         self.ended = False
         self.x = np.zeros(self.count)
         self.needs()
@@ -248,9 +250,10 @@ class _Model:
         return base + float(bound) * scale, problem.keeping(kept, sent)
 
     def _matrix(self, sparse) -> tuple:
-        """Constraint rows, each scaled to a largest coefficient of 1."""
-        data, rows, columns, low = [], [], [], []
-        for number, (coefficients, least) in enumerate(self.rows.entries):
+        """Constraint rows, each scaled to a largest coefficient of 1; of cuts only the new ones."""
+        data, rows, columns, low = self._scaled
+        for number in range(len(low), len(self.rows.entries)):
+            coefficients, least = self.rows.entries[number]
             largest = max((abs(c) for c in coefficients.values()), default=1.0) or 1.0
             low.append(least / largest - 1e-9)
             for column, coefficient in coefficients.items():
