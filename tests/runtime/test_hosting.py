@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import policies
+from jaxmem.planner import lines
 from jaxmem.runtime.tries import MOST_COMPILES
 from tests.problems import assert_same
 
@@ -160,6 +161,14 @@ def plan_large(budget: int | str, **options) -> jaxmem.Plan:
     return jaxmem.plan(
         step, *large(), budget=budget, target="h200", donate_argnums=0, progress=False, **options
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_cuts():
+    """The exact solver gives up soon: nothing here is about how close to the optimum plans are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lines, "_MOST_CUTS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")
