@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import jaxmem
-from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, deep
+from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, deep, optimising_less
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,10 +32,8 @@ def quick_code(request: pytest.FixtureRequest):
     XLA's passes, schedule and buffers are the same (tests/targets/test_compiling.py holds that);
     only LLVM optimises less.
     """
-    quick = request.node.get_closest_marker("default_code") is None
-    jax.config.update("jax_disable_most_optimizations", quick)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with optimising_less(request.node.get_closest_marker("default_code") is None):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""Small steps that are fitted in several test files."""
+"""Small steps that are fitted in several test files, and how tests compile."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,16 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 # Ten layers hold ten activations of 512 KiB; arguments and results are 0.6 MiB.
 DEEP_ARGS = (jnp.eye(128) * 1.2, jnp.linspace(-1, 1, 2**17).reshape(1024, 128))
 DEEP_BUDGET = "4.5MiB"
+
+
+@contextlib.contextmanager
+def optimising_less(quick: bool = True) -> Iterator[None]:
+    """Within, LLVM optimises less, if ``quick``: XLA's programs and their bytes are the same."""
+    jax.config.update("jax_disable_most_optimizations", quick)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def tanh_chain(w, x, layers=10):

@@ -1,9 +1,9 @@
 """Every fitted step computes the same, inside its budget, with its recomputations in the program.
 
 One problem of each kind at half of keep-all on the CPU, and some at 35% on an absent H200. Those
-marked wide take longest; `make test-spread`, which .ci/run uses on its second Python, leaves them
-out. The other problems are in `make test-slow`. The whole cross product of problems, budgets and
-targets is `python benchmarks/acceptance.py`.
+marked wide take longest: LLVM optimises less of them here, and `make test-spread`, which .ci/run
+uses on its second Python, leaves them out. The other problems are in `make test-slow`. The whole
+cross product of problems, budgets and targets is `python benchmarks/acceptance.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import jaxmem
+from tests.fitted_steps import optimising_less
 from tests.laws import Verdict, judge
 from tests.problems import PROBLEMS, assert_same
 from tests.problems.rules import DEPTH, LOG
@@ -60,7 +61,8 @@ def check(verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("name", marked(PROBLEMS, ON_CPU, WIDE))
 def test_half_of_keep_all_on_the_cpu(name: str):
-    check(judge(name, 0.5, "cpu"))
+    with optimising_less(name in WIDE):
+        check(judge(name, 0.5, "cpu"))
 
 
 @pytest.mark.parametrize("name", marked((*ON_H200, *SLOW_ON_H200), ON_H200, WIDE_ON_H200))

@@ -21,8 +21,6 @@ from jaxmem import cli
 from jaxmem.fitted import FittedStep
 from jaxmem.targets import table
 
-pytestmark = pytest.mark.default_code
-
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem.errors import TargetError
 from jaxmem.targets import Target, compile_for, compiling
+from tests.fitted_steps import optimising_less
 from tests.problems import PROBLEMS, pure
 
 pytestmark = pytest.mark.default_code
@@ -93,11 +94,8 @@ def test_what_llvm_optimises_changes_neither_the_program_nor_its_bytes(name: str
         return made.hlo_text(), made.memory
 
     expected = compiled()
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
+    with optimising_less():
         assert compiled() == expected
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_an_absent_gpu_does_not_run_here():
