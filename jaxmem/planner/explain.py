@@ -272,7 +272,13 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
-    if plan.streamed is not None:
+    if plan.streamed is not None and not plan.streamed.updates:
+        s = plan.streamed
+        yield (
+            f"these are read in {s.stages} stages, with {format_bytes(s.fetched_bytes)} fetched in "
+            f"a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
+        )
+    elif plan.streamed is not None:
         s = plan.streamed
         stages = f"gradients in {s.stages} stages, " * (s.stages > 1)
         yield (

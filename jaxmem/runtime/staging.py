@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import block_seconds
@@ -142,7 +142,7 @@ def lending(
         )
         found = _compiled(made, line, target, budget_bytes, window, options)
         if found is not None:
-            return found
+            return replace(found, stages=len(bounds))
     return None
 
 

@@ -183,8 +183,10 @@ def _on_host(plan: Plan) -> str:
         return ""
     text = f", host {format_bytes(plan.host_bytes)}"
     if plan.streamed is not None:
-        most = max(plan.streamed.fetched_bytes, plan.streamed.sent_bytes)
-        text += f" ({format_bytes(most)} each way in {plan.streamed.updates} updates)"
+        s = plan.streamed
+        most = max(s.fetched_bytes, s.sent_bytes)
+        how = f"each way in {s.updates} updates" if s.updates else f"fetched in {s.stages} stages"
+        text += f" ({format_bytes(most)} {how})"
     text += f", copies not hidden {format_seconds(plan.exposed_seconds)}"
     if plan.measured_exposed_seconds is not None:
         text += f" (measured {format_seconds(plan.measured_exposed_seconds)})"

@@ -15,6 +15,14 @@ from jaxmem.program.lending import lend
 from jaxmem.rewrite.emit import as_function
 from tests.streamed_steps import LAYERS, MIB, OPTIMIZERS, X, net, state_with, step_with
 
+# In the others all moments sit in one branch.
+MORE = [
+    pytest.param(name, marks=pytest.mark.wide)
+    for name in sorted(
+        set(OPTIMIZERS) - {"adam", "clipped twice", "only if finite", "several steps"}
+    )
+]
+
 
 def traced(step, *args, donate=0):
     caller = Caller(step, donate)
@@ -71,7 +79,7 @@ def together(pieces, call):
     return [env[v] if isinstance(v, Value) else v.val for v in program.block.outputs]
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"only if finite", "several steps"}))
+@pytest.mark.parametrize("name", ["adam", "clipped twice", *MORE])
 def test_the_parts_compute_what_the_step_does(name: str):
     tx = OPTIMIZERS[name]
     step, state = step_with(tx, norm=True), state_with(tx)

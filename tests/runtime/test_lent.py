@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.errors import BudgetInfeasibleError, CutError, StepInterruptedError
+from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, StepInterruptedError
 from jaxmem.runtime import streamed
 from tests.streamed_steps import MIB, OPTIMIZERS, X, fitted, kinds, net, same, state_with, step_with
 
@@ -43,7 +43,14 @@ def fresh():
     return state_with(ADAM, layers=LAYERS)
 
 
-@pytest.mark.parametrize("name", ["adam", "clipped gradients", "muon", "adamw with a mask"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adam",
+        "clipped gradients",
+        *(pytest.param(name, marks=pytest.mark.wide) for name in ("muon", "adamw with a mask")),
+    ],
+)
 def test_steps_are_those_of_jit(name: str):
     tx = OPTIMIZERS[name]
     step = step_with(tx)
@@ -189,3 +196,37 @@ def test_a_plan_is_followed(tmp_path):
     )
     assert again.plan(fresh(), X).streamed == plan.streamed
     same(again(again.place(fresh(), X)[0], X), jax.jit(step_with(ADAM))(fresh(), X))
+
+
+def test_what_is_only_read_is_told_in_words_of_its_own():
+    plan = forward().plan(fresh()[0], X)
+    shown = " ".join(str(plan).split())
+    assert f"6.0MiB fetched in {plan.streamed.stages} stages" in shown
+    assert any(
+        f"read in {plan.streamed.stages} stages, with 6.0MiB fetched" in said
+        for said in plan.explain().sentences
+    )
+    assert forward().report(fresh()[0], X).function == "net"
+
+
+def test_a_parameter_that_is_made_from_others_on_the_device_is_refused():
+    def step(state, x):
+        loss, grads = jax.value_and_grad(net)(state["params"], x)
+        master = jax.tree.map(lambda w, g: w - 0.1 * g, state["master"], grads)
+        return {"params": jax.tree.map(lambda w: w * 1, master), "master": master}, loss
+
+    params = fresh()[0]
+    state = {"params": params, "master": params}
+    run = jaxmem.fit(
+        step, host="state['params']*", target="h200", budget=40 * MIB, donate_argnums=0
+    )
+    with pytest.raises(CutError, match=r"needs nothing of what waits there"):
+        run.plan(state, X)
+
+
+def test_a_full_check_passes_and_a_smaller_host_is_refused():
+    checked = fitted(step_with(ADAM), verify="full", **SETTINGS)
+    same(checked(fresh(), X), jax.jit(step_with(ADAM))(fresh(), X))
+    small = fitted(step_with(ADAM), host_budget="16MiB", **SETTINGS)
+    with pytest.raises(BudgetError, match="in host memory"):
+        small.plan(fresh(), X)
