@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,19 @@ def is_object(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Module | nnx.Variable)
 
 
-def _objects_only(tree: Any) -> Any:
-    """Plain arrays among the arguments are not results of the step."""
-    return jax.tree_util.tree_map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)
+def _objects_only(tree: Any, left_out: Collection[int]) -> Any:
+    """Arguments that the step may have changed; plain arrays are no results of it.
+
+    Args:
+        tree: the arguments.
+        left_out: the ``id`` of each variable that it has not changed. They would take memory
+            beside what a step makes of a donated ``nnx.State``; under ``jax.jit`` they are gone.
+    """
+
+    def kept(x: Any) -> Any:
+        return x if is_object(x) and id(x) not in left_out else None
+
+    return jax.tree_util.tree_map(kept, tree, is_leaf=is_object)
 
 
 def context(args: Any) -> contextlib.AbstractContextManager[Any]:
@@ -113,7 +123,8 @@ def split(tree: Any) -> Any:
 def update_arrays(obj: Any, change: Callable[[Any], Any]) -> None:
     """Replace every array that an NNX object holds by what ``change`` makes of it, in place."""
     nnx = sys.modules["flax.nnx"]
-    nnx.update(obj, jax.tree_util.tree_map(change, nnx.state(obj)))
+    # In a tuple, as a variable alone has no path to its value.
+    nnx.update((obj,), jax.tree_util.tree_map(change, nnx.state((obj,))))
 
 
 def pure(objects: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -135,7 +146,26 @@ def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     """Inside the trace: the arguments as objects, and what to do with the result."""
     if not isinstance(pure, Split):
         return pure, lambda out, _: out
-    return _merge(pure, inner=True), lambda out, now: _split((_objects_only(now), out))
+    given = _merge(pure, inner=True)
+    values = {id(variable): _values(variable) for variable in _loose(given)}
+
+    def finish(out: Any, now: Any) -> Any:
+        same = {id(v) for v in _loose(now) if _values(v) == values.get(id(v))}
+        return _split((_objects_only(now, same), out))
+
+    return given, finish
+
+
+def _loose(tree: Any) -> list[Any]:
+    """The variables in a pytree that belong to no module in it, as in an ``nnx.State``."""
+    variable = sys.modules["flax.nnx"].Variable
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
+    return [leaf for leaf in leaves if isinstance(leaf, variable)]
+
+
+def _values(variable: Any) -> list[int]:
+    """Which arrays a variable holds."""
+    return [id(leaf) for leaf in jax.tree_util.tree_leaves(variable)]
 
 
 def _split(tree: Any) -> Split:

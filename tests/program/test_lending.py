@@ -15,7 +15,7 @@ from jaxmem.program.lending import lend
 from jaxmem.rewrite.emit import as_function
 from tests.streamed_steps import LAYERS, MIB, OPTIMIZERS, X, net, state_with, step_with
 
-# In the others all moments sit in one branch.
+# In the two that are left out all moments sit in one branch.
 MORE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in sorted(
