@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +136,11 @@ def compile_for(
     )
     lowered = lower(target, jit, fun, tuple(avals), out_shardings)
     try:
-        executable = lowered.compile()
+        with warnings.catch_warnings():
+            if not here:
+                # JAX's persistent cache takes such programs, and then cannot load them.
+                warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+            executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         topology.explain_missing_toolchain(error)
         raise

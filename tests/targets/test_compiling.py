@@ -1,5 +1,7 @@
 """What the compiler says of memory, here and for GPUs that are not there."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -239,3 +241,27 @@ def test_deviceless_figures_are_close_to_the_real_ones():
     assert here.runs_here and not absent.runs_here
     assert absent.memory.argument_bytes == here.memory.argument_bytes
     assert abs(absent.memory.total_bytes - here.memory.total_bytes) < 0.5 * 2**30
+
+
+CACHED = """
+import sys, jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+from jaxmem.targets import compile_for
+x = jax.ShapeDtypeStruct((256, 256), "float32")
+for _ in range(2):
+    print(compile_for("h100", lambda x: jnp.tanh(x @ x), [x]).memory.total_bytes)
+"""
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="stands for a machine without a GPU")
+def test_a_persistent_cache_of_the_users_does_not_disturb(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CACHED, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first == second
+    assert list(tmp_path.iterdir()), "the cache was used"
