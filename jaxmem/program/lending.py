@@ -80,10 +80,15 @@ def lend(program: Program, hosted: Collection[int]) -> Lent:
                 *program.arguments,
                 *(replace(program.arguments[numbers[v] - consts], donated=False) for v in lent),
             ),
-            shardings=(*layouts[consts:], *(layouts[numbers[v]] for v in lent)),
+            shardings=(*layouts[consts:], *(_on_device(layouts[numbers[v]]) for v in lent)),
         ),
         {new: leaf for leaf, new in lent.items()},
     )
+
+
+def _on_device(layout: Any) -> Any:
+    """The same layout on the device, where it is fetched to; it may have been given on the host."""
+    return None if layout is None else layout.with_memory_kind("device")
 
 
 def _followed(program: Program) -> tuple[set[Op], set[Op]]:

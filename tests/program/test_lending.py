@@ -129,3 +129,13 @@ def test_shared_work_of_both_uses_is_done_by_what_computes_gradients():
     found = together(pieces, call)
     for a, b in zip(jax.tree.leaves(jax.jit(step)(params, x)), found, strict=True):
         np.testing.assert_allclose(np.float64(b), np.float64(a), rtol=1e-2, atol=1e-5)
+
+
+def test_what_is_lent_is_read_on_the_device_wherever_it_was_given():
+    state = state_with(OPTIMIZERS["adam"])
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    program, _ = traced(step_with(OPTIMIZERS["adam"]), jax.device_put(state, there), X)
+    lent = lend(program, large(program))
+    layouts = dict(zip(lent.program.block.inputs, lent.program.layouts(), strict=True))
+    assert {layouts[leaf].memory_kind for leaf in lent.leaves.values()} == {"pinned_host"}
+    assert {layouts[new].memory_kind for new in lent.leaves} == {"device"}

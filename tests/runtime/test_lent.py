@@ -230,3 +230,10 @@ def test_a_full_check_passes_and_a_smaller_host_is_refused():
     small = fitted(step_with(ADAM), host_budget="16MiB", **SETTINGS)
     with pytest.raises(BudgetError, match="in host memory"):
         small.plan(fresh(), X)
+
+
+def test_what_is_on_the_host_already_is_planned_alike():
+    placed = adam().place(fresh(), X)[0]
+    again = fitted(step_with(ADAM), **SETTINGS)
+    assert again.plan(placed, X).streamed == adam().plan(fresh(), X).streamed
+    same(again(placed, X), jax.jit(step_with(ADAM))(fresh(), X))
