@@ -34,6 +34,7 @@ class Cut:
         first: the first part, a program of its own: it takes every argument that is on the device.
         sent: results of the first part that go to the host.
         parts: the others, in order.
+        lent: for each input of the first part that is a leaf in host memory, that leaf.
     """
 
     program: Program

@@ -22,13 +22,13 @@ from jaxmem.targets.target import Target
 # Numbers of stages that are looked at: the first one that fits and is quicker on paper is taken.
 # The updates of the last stage are what nothing hides. Two stages' copies are under way at a time;
 # there may be more stages than the first number to keep those to so many bytes.
-# For lent leaves: as many stages as would read an equal part of them in the forward pass.
-_LENDING_STAGES = (8, 12, 16, 24, 4, 32)
-# Of an update with moments and master weights in float32 so many times the bytes are fetched.
-_MADE = 4
 _STAGES, _UNDER_WAY_BYTES, _MOST_STAGES = (16, 8, 4), 4 * 2**30, 64
 # A step that is not quicker by this share stays in one piece.
 _CLEARLY = 0.02
+# For lent leaves: as many stages as would read an equal part of them in the forward pass.
+_LENDING_STAGES = (8, 12, 16, 24, 4, 32)
+# Updates may fetch so many times what a stage reads: moments and master weights are more bytes.
+_MADE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def in_stages(
 def lending(
     cut: Cut, block: Block, target: Target, budget_bytes: int, options: Mapping[str, str]
 ) -> Pieces | None:
-    """The step in stages that fetch the lent leaves they read, one stage ahead.
+    """The step in stages that fetch the lent leaves they read, two stages ahead.
 
     Args:
         cut: a step whose first part is lent leaves.

@@ -28,8 +28,8 @@ from jaxmem.runtime.interrupts import undisturbed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.targets.compiling import compile_for
 
-# A copy is handed to the device a moment after it was asked for, and then waits for a stage that
-# was started in between: with leaves fetched for one stage ahead no copy runs beside anything.
+# How many stages ahead lent leaves are fetched. On an H200 a step with gradients took 155 ms with
+# one and 149 with two; a forward pass took 66 with either, as no copy ran beside a kernel.
 _STAGES_AHEAD = 2
 
 
@@ -116,13 +116,14 @@ class Stream:
     def used_up(self) -> list[list[Value]]:
         """For each item the leaves in host memory that nothing needs after it."""
         lent, places = self.cut.lent, self.cut.program.places
+        borrowed = set(lent.values())
         inputs = self.cut.program.block.inputs
         replaced = {inputs[places[n]] for n, _ in self.cut.hosted_results}
         last = {lent.get(v, v): n for n, item in enumerate(self.items) for v in item.part.fetched}
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
             # What was lent and is not replaced stays the caller's own.
-            lasts = leaf in lent.values() and leaf not in replaced
+            lasts = leaf in borrowed and leaf not in replaced
             if leaf not in self.handed_back and not lasts:
                 found[number].append(leaf)
         return found

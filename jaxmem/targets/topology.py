@@ -144,6 +144,7 @@ def tracing_for(target: Target) -> Iterator[None]:
     Calls of cuDNN are checked against the process's own GPU while they are traced. Where there is
     one, or the target is no GPU of the table, that stays so.
     """
+    initialize_default_backend()
     if not target.model or jax.default_backend() == "gpu":
         yield
         return
