@@ -2,9 +2,9 @@
 
 Copies are arrays put elsewhere (``jax.device_put``), not part of any program: both directions of
 the link are then busy at once, 48.5 GB/s each way on an H200 whose link gives 48.8, where copies
-inside one program reach 26 to 32. A copy to the device takes memory that computations before it
-may still use, and so waits for those that were started before it: what a part needs is fetched
-before the computation in front of it starts.
+inside one program reach 26 to 32. A copy waits for computations that were started before it
+(``jaxmem.runtime.copies``): what a part needs is fetched before the computation in front of it
+starts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Value, in_host_memory
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
+from jaxmem.runtime.copies import Copier, Send, delete
 from jaxmem.runtime.interrupts import undisturbed
 from jaxmem.runtime.parts import compile_parts
+from jaxmem.runtime.timeline import STAGES_AHEAD, STAGES_QUEUED
 from jaxmem.targets.compiling import compile_for
-
-# How many stages ahead lent leaves are fetched. On an H200 a step with gradients took 155 ms with
-# one and 149 with two; a forward pass took 66 with either, as no copy ran beside a kernel.
-_STAGES_AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +202,7 @@ class _Run:
         fetched: the next item to fetch for.
         under_way: device memory of what is being copied, or waits to be used.
         stage: how many stages of the first part were started.
+        queued: for each stage that may not have ended, an array that is ready when it has.
         lost: copies to the host that failed; ``done`` the items that ran.
     """
 
@@ -217,14 +216,17 @@ class _Run:
         for n, (value, array) in enumerate(zip(given, ready, strict=True)):
             (self.on_host if n in hosting.inputs else self.env)[value] = array
         self.on_host.update((v, self.on_host[leaf]) for v, leaf in self.cut.lent.items())
+        (device,) = next(iter(self.on_host.values())).devices()
+        self.copier = Copier(device)
         self.here: dict[tuple[int, Value], Any] = {}
         self.back: dict[Value, Any] = {}
         self.given: dict[int, Any] = {}
-        self.sends: deque[_Send] = deque()
-        self.lost: list[_Send] = []
+        self.sends: deque[Send] = deque()
+        self.lost: list[Send] = []
         self.done: set[int] = set()
         self.at = self.fetched = self.under_way = 0
         self.stage = 1
+        self.queued: deque[Any] = deque()
 
     # --- the first part -----------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class _Run:
         """Fetch what there is room for and run the first part; until it has run nothing changes."""
         self._fetch_ahead(self.stream.ahead_bytes)
         first = self.cut.first.block
-        # What is started while a stage runs takes memory beside it: each is waited for.
+        self.copier.mark()
         outputs = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
         self.given = {n: outputs[place] for n, place in self.stream.given.items()}
         self._take(self.stream.names or first.outputs, outputs)
@@ -272,7 +274,7 @@ class _Run:
                 self._fetch_for_stage()
             elif not alone:
                 self._fetch_ahead(item.room_bytes)
-            self._run(item)
+            self._run(item, alone)
             self.stage += item.part.stage
             used = [self.on_host[v] for v in self.stream.used_up[self.at]]
             self._send(item.part.sent, item.way_bytes, used)
@@ -281,15 +283,20 @@ class _Run:
         for send in self.sends:
             send.delete_old()
 
-    def _run(self, item: Item) -> None:
+    def _run(self, item: Item, alone: bool) -> None:
         part = item.part
         if self.at in self.done:
             return  # What came after it failed.
         arrays = [self.here[self.at, v] if v in self.on_host else self.env[v] for v in part.reads]
+        while part.stage and len(self.queued) >= STAGES_QUEUED:
+            jax.block_until_ready(self.queued.popleft())
+        self.copier.mark()
         outputs = item.run(*arrays)
         del arrays
-        if part.stage:
+        if alone:
             jax.block_until_ready(outputs)
+        elif part.stage:
+            self.queued.append(self.copier.end())
         for n in part.over:
             self.here.pop((self.at, part.reads[n]), None)
             self.env.pop(part.reads[n], None)
@@ -305,7 +312,7 @@ class _Run:
         """
         items, room = self.stream.items, self.stream.items[self.at].room_bytes
         self.fetched = max(self.fetched, self.at + 1)
-        stages = _STAGES_AHEAD if self.cut.lent else 1
+        stages = STAGES_AHEAD if self.cut.lent else 1
         while self.fetched < len(items) and stages:
             item = items[self.fetched]
             stages -= item.part.stage
@@ -336,7 +343,7 @@ class _Run:
         if leaves:
             on_host = [self.on_host[v] for v in leaves]
             places = [array.sharding.with_memory_kind("device") for array in on_host]
-            arrays = jax.device_put(on_host, places)
+            arrays = self.copier.put(on_host, places)
             self.here.update(((number, v), a) for v, a in zip(leaves, arrays, strict=True))
         self.under_way += self.stream.items[number].way_bytes
         self.fetched = number + 1
@@ -345,7 +352,7 @@ class _Run:
         new = [v for v in values if v not in self.back]
         if not new:
             self.under_way -= way_bytes
-            _delete(used)
+            delete(used)
             return
         self._copy(new, [self.env[v] for v in new], way_bytes, used)
         for v in new:
@@ -355,9 +362,9 @@ class _Run:
     def _copy(
         self, values: Sequence[Value], sources: list[Any], way_bytes: int, used: Sequence[Any]
     ) -> None:
-        arrays = jax.device_put(sources, [self.stream.homes[v] for v in values])
+        arrays = self.copier.put(sources, [self.stream.homes[v] for v in values])
         self.back.update(zip(values, arrays, strict=True))
-        self.sends.append(_Send(values, sources, arrays, way_bytes, used, self.stage))
+        self.sends.append(Send(values, sources, arrays, way_bytes, used, self.stage))
 
     def _wait_until(self, limit: int) -> None:
         while self.sends and self.under_way > limit:
@@ -413,34 +420,3 @@ class _Run:
         if not isinstance(atom, Value):
             return jax.device_put(self.given[number], self.stream.home_of(number))
         return self.back[atom] if atom in self.back else self.on_host[atom]
-
-
-@dataclass(frozen=True, eq=False)
-class _Send:
-    """A copy to the host.
-
-    Attributes:
-        values: what is copied; ``sources`` on the device, ``arrays`` on the host.
-        way_bytes: device memory that is free when it has ended.
-        old: the arrays in whose place the new ones are.
-        stage: how many stages were started before it.
-    """
-
-    values: Sequence[Value]
-    sources: list[Any]
-    arrays: list[Any]
-    way_bytes: int
-    old: Sequence[Any]
-    stage: int
-
-    def has_ended(self) -> bool:
-        return all(array.is_ready() for array in self.arrays)
-
-    def delete_old(self) -> None:
-        _delete(self.old)
-
-
-def _delete(arrays: Sequence[Any]) -> None:
-    for array in arrays:
-        if not array.is_deleted():
-            array.delete()

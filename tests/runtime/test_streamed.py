@@ -16,7 +16,7 @@ import pytest
 import jaxmem
 from jaxmem.errors import StepInterruptedError
 from jaxmem.program.ir import Value
-from jaxmem.runtime import stream, streamed
+from jaxmem.runtime import stream, streamed, timeline
 from tests.streamed_steps import (
     LAYERS,
     MIB,
@@ -40,10 +40,11 @@ SOME = ("adam", "clipped twice", "several", "adafactor", "muon", "noise", "only 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets():
-    """What is fetched at once is 1/32 of what it is for nets of a useful size."""
+    """What is fetched at once is 1/32 of what it is for useful nets, and Python takes no time."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
         patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+        patched.setattr(timeline, "_PYTHON_SECONDS", 0.0)
         yield
 
 
@@ -169,8 +170,8 @@ def test_what_no_later_part_reads_is_not_held(monkeypatch, deep):
     """Residuals of the first stage are given up as the backward pass goes on."""
     state, seen, real = deep.placed(), [], stream._Run._run
 
-    def watched(self, item):
-        real(self, item)
+    def watched(self, item, alone):
+        real(self, item, alone)
         made = set(self.stream.names or self.cut.first.block.outputs)
         made |= {v for i in self.stream.items[: self.at + 1] for v in i.part.names}
         later = {v for i in self.stream.items[self.at + 1 :] for v in i.part.reads}
