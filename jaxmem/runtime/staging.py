@@ -27,7 +27,7 @@ _STAGES, _UNDER_WAY_BYTES, _MOST_STAGES = (16, 8, 4), 4 * 2**30, 64
 # A step that is not quicker by this share stays in one piece.
 _CLEARLY = 0.02
 # Two numbers of stages that differ by this share take the same time.
-_HARDLY = 0.04
+_HARDLY = 0.02
 # For lent leaves: as many stages as would read an equal part of them in the forward pass. The
 # quickest on paper is taken for which there is room.
 _LENDING_STAGES = (4, 8, 12, 16, 24, 32)
@@ -241,7 +241,7 @@ def _compiled(
     if any(verify.undone(block, one.hlo_text()) for block, one in stages):
         return None
     window = min(window_bytes, room)
-    times = line.times(window, [budget_bytes - need.beside_bytes for need in memory])
+    times = line.times(window, budget_bytes, memory)
     return Pieces(
         pieces.cut,
         pieces.names,
@@ -285,24 +285,40 @@ class _Line:
             self.stages = [simulator.step(block).seconds]
         self.lent = lent or [0] * len(self.stages)
         self.groups = [
-            [Turn(block_seconds(p.block, rates), p.fetched_bytes, p.sent_bytes) for p in group]
+            [
+                Turn(
+                    block_seconds(p.block, rates),
+                    p.fetched_bytes,
+                    p.sent_bytes,
+                    # What it gives takes the place of what was fetched.
+                    way=max(p.fetched_bytes, p.sent_bytes),
+                )
+                for p in group
+            ]
             for group in groups
         ]
         self.link = target.duplex_bytes_per_second
 
-    def times(self, window: int, rooms: Sequence[int] = ()) -> Times:
+    def times(self, window: int, budget_bytes: int = 0, memory: Sequence[Need] = ()) -> Times:
         """How long a step takes.
 
         Args:
             window: the most device memory for copies.
-            rooms: that for each part, where it is known.
+            budget_bytes: bytes on the device; with ``memory``.
+            memory: what each part takes, where that is known.
         """
         turns: list[Turn] = []
         for n, (seconds, lent, group) in enumerate(
             zip(self.stages, self.lent, self.groups, strict=True)
         ):
-            turns += [Turn(seconds, lent, stage=True)] if n else []
+            turns += [Turn(seconds, lent, way=lent, stage=True)] if n else []
             turns += group
-        rooms = [min(window, room) for room in rooms] if rooms else [window] * len(turns)
-        turns = [replace(turn, room=room) for turn, room in zip(turns, rooms, strict=True)]
+        turns = [replace(turn, room=window) for turn in turns]
+        if memory:
+            turns = [
+                replace(
+                    turn, way=need.way_bytes, room=min(window, budget_bytes - need.beside_bytes)
+                )
+                for turn, need in zip(turns, memory, strict=True)
+            ]
         return run_through(self.stages[0], turns, self.link, window)

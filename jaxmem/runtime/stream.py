@@ -203,6 +203,8 @@ class _Run:
         under_way: device memory of what is being copied, or waits to be used.
         stage: how many stages of the first part were started.
         queued: for each stage that may not have ended, an array that is ready when it has.
+        leaving: what was fetched for stages that were started, and its memory: a copy that has not
+            ended keeps that, whoever else has forgotten the array.
         lost: copies to the host that failed; ``done`` the items that ran.
     """
 
@@ -227,6 +229,7 @@ class _Run:
         self.at = self.fetched = self.under_way = 0
         self.stage = 1
         self.queued: deque[Any] = deque()
+        self.leaving: deque[tuple[list[Any], int]] = deque()
 
     # --- the first part -----------------------------------------------------------------------
 
@@ -274,10 +277,14 @@ class _Run:
                 self._fetch_for_stage()
             elif not alone:
                 self._fetch_ahead(item.room_bytes)
+            fetched = [self.here[self.at, v] for v in item.part.fetched]
             self._run(item, alone)
             self.stage += item.part.stage
             used = [self.on_host[v] for v in self.stream.used_up[self.at]]
-            self._send(item.part.sent, item.way_bytes, used)
+            if item.part.stage:
+                self.leaving.append((fetched, item.way_bytes))
+            self._send(item.part.sent, 0 if item.part.stage else item.way_bytes, used)
+            del fetched
             self.at += 1
         self._wait_until(self.stream.tail_bytes)
         for send in self.sends:
@@ -318,9 +325,10 @@ class _Run:
             stages -= item.part.stage
             room = min(room, item.room_bytes)
             while self.under_way + item.way_bytes > room:
-                if not self.sends or self.sends[0].stage >= self.stage:
+                sent = self.sends and self.sends[0].stage < self.stage
+                if not self.leaving and not sent:
                     return
-                self._wait()
+                self._release()
             self._fetch()
 
     def _fetch_ahead(self, room: int) -> None:
@@ -332,10 +340,9 @@ class _Run:
             while self.sends and self.sends[0].has_ended():
                 self._wait()
             # Waiting is worth it only when nothing is fetched beyond what runs next.
-            if self.fetched - self.at < 2 and self.sends:
-                self._wait_until(room - item.way_bytes)
-            if self.under_way + item.way_bytes > room:
-                return
+            while self.under_way + item.way_bytes > room:
+                if not self.leaving and self.fetched - self.at >= 2 or not self._release():
+                    return
             self._fetch()
 
     def _fetch(self) -> None:
@@ -367,8 +374,21 @@ class _Run:
         self.sends.append(Send(values, sources, arrays, way_bytes, used, self.stage))
 
     def _wait_until(self, limit: int) -> None:
-        while self.sends and self.under_way > limit:
+        while self.under_way > limit and self._release():
+            pass
+
+    def _release(self) -> bool:
+        """Until memory of the oldest copy is free; whether there was one to wait for."""
+        if self.leaving:
+            arrays, way_bytes = self.leaving[0]
+            jax.block_until_ready([array for array in arrays if not array.is_deleted()])
+            self.leaving.popleft()
+            self.under_way -= way_bytes
+            return True
+        if self.sends:
             self._wait()
+            return True
+        return False
 
     def _wait(self) -> None:
         """Until the oldest copy to the host has ended; what it replaces is given up then."""
@@ -389,10 +409,12 @@ class _Run:
                 for v in send.values:
                     self.back.pop(v, None)
         self.sends.clear()
-        for array in self.here.values():
+        for array in (*self.here.values(), *self.queued):
             with contextlib.suppress(Exception):
                 jax.block_until_ready(array)
         self.here.clear()
+        self.queued.clear()
+        self.leaving.clear()
         self.fetched, self.under_way = self.at, 0
 
     # --- results ------------------------------------------------------------------------------

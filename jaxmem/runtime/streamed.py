@@ -37,6 +37,7 @@ _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 # So many of the largest are under way at a time: one on its way to the device, one being updated
 # and two on their way back keep both directions busy; or so many bytes, if that is more.
 _WINDOW, _WINDOW_BYTES = 4, 2**30
+_SCALARS_BYTES = 2**16
 # What is lent to the gradients may take so much of the budget while they are planned, for the
 # leaves of two stages: those of one that runs, and of the next.
 _LENT_SHARE = 4
@@ -351,6 +352,8 @@ def _check_fits(
 
 def _stream(found: Pieces, budget_bytes: int) -> Stream:
     most = found.window_bytes
+    # A few markers and other scalars take 256 bytes each.
+    budget_bytes -= _SCALARS_BYTES
     spare = budget_bytes - found.first.memory.total_bytes
     tail = min(most, spare) // 2
     return Stream(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Python's share of a part: what it fetches is asked for, it is started, what it gives is sent. On
-# the host of an H200 0.9 ms, of which a list of eight copies is 0.4 and a program 0.3.
-_PYTHON_SECONDS = 0.9e-3
+# the host of an H200 about 1 ms, of which a list of eight copies is 0.4 and a program 0.3.
+_PYTHON_SECONDS = 1e-3
 # Stages that may be in the device's queue at a time. With one, the device waits for Python between
 # two stages, 1.0 ms on an H200; with more than two, copies would wait for more.
 STAGES_QUEUED = 2
@@ -23,6 +23,7 @@ class Turn:
     Attributes:
         seconds: of computation.
         fetched: bytes that are copied to the device for it, and ``sent`` those copied back.
+        way: device memory of what is copied for it.
         room: device memory for what is copied while it runs, its own included.
         stage: whether it is a stage of what computes gradients.
     """
@@ -30,6 +31,7 @@ class Turn:
     seconds: float
     fetched: int = 0
     sent: int = 0
+    way: int = 0
     room: int = 0
     stage: bool = False
 
@@ -59,10 +61,10 @@ def run_through(first: float, turns: Sequence[Turn], bytes_per_second: float, ah
         bytes_per_second: of the link in each direction while both are busy.
         ahead: bytes that may be fetched while the first part runs.
 
-    >>> compute = [Turn(1.0, fetched=10, room=20, stage=True) for _ in range(4)]
+    >>> compute = [Turn(1.0, 10, way=10, room=20, stage=True) for _ in range(4)]
     >>> round(run_through(1.0, compute, 10.0, 20).seconds, 2)  # copies as long as computation
     5.0
-    >>> tight = [Turn(1.0, fetched=10, room=10, stage=True) for _ in range(4)]
+    >>> tight = [Turn(1.0, 10, way=10, room=10, stage=True) for _ in range(4)]
     >>> round(run_through(1.0, tight, 10.0, 10).seconds, 2)  # no room for what is next
     8.0
     """
@@ -78,6 +80,7 @@ class _Clock:
         self.inwards = self.outwards = 0.0  # When each direction of the link is free.
         self.arrived: list[float] = []
         self.sends: deque[tuple[float, int, int]] = deque()
+        self.leaving: deque[tuple[float, int]] = deque()
         self.under_way, self.stage = 0, 1
 
     def through(self, first: float, ahead: int) -> Times:
@@ -86,8 +89,8 @@ class _Clock:
         ends: deque[float] = deque()
         for number, turn in enumerate(self.turns):
             if len(self.arrived) == number:
-                while self.sends and self.under_way + _way(turn) > turn.room:
-                    self._wait()
+                while self.under_way + turn.way > turn.room and self._wait():
+                    pass
                 self._fetch()
             if turn.stage:
                 self._fetch_for_stage(turn.room)
@@ -100,7 +103,7 @@ class _Clock:
             if turn.stage:
                 ends.append(self.queue)
                 self.stage += 1
-            self._send(turn)
+            self._send(number, turn)
             if turn.fetched or turn.sent:
                 self.python += _PYTHON_SECONDS
         whole = max(self.queue, self.outwards)
@@ -114,8 +117,8 @@ class _Clock:
             turn = self.turns[len(self.arrived)]
             stages -= turn.stage
             room = min(room, turn.room)
-            while self.under_way + _way(turn) > room:
-                if not self.sends or self.sends[0][2] >= self.stage:
+            while self.under_way + turn.way > room:
+                if not self.leaving and (not self.sends or self.sends[0][2] >= self.stage):
                     return
                 self._wait()
             self._fetch()
@@ -129,10 +132,9 @@ class _Clock:
                 self._wait()
             # It is worth waiting for a copy back only if nothing is fetched for what comes next.
             near = len(self.arrived) - number < 2
-            while near and self.sends and self.under_way + _way(turn) > room:
-                self._wait()
-            if self.under_way + _way(turn) > room:
-                return
+            while self.under_way + turn.way > room:
+                if not self.leaving and not near or not self._wait():
+                    return
             self._fetch()
 
     def _fetch(self) -> None:
@@ -141,21 +143,22 @@ class _Clock:
             start = max(self.inwards, self.queue, self.python)
             self.inwards = start + turn.fetched / self.speed
         self.arrived.append(self.inwards if turn.fetched else 0.0)
-        self.under_way += _way(turn)
+        self.under_way += turn.way
 
-    def _send(self, turn: Turn) -> None:
-        if not turn.sent:
-            self.under_way -= _way(turn)
-            return
-        self.outwards = max(self.outwards, self.queue) + turn.sent / self.speed
-        self.sends.append((self.outwards, _way(turn), self.stage))
+    def _send(self, number: int, turn: Turn) -> None:
+        if turn.sent:
+            self.outwards = max(self.outwards, self.queue) + turn.sent / self.speed
+            self.sends.append((self.outwards, turn.way, self.stage))
+        elif turn.stage:
+            self.leaving.append((self.arrived[number], turn.way))
+        else:
+            self.under_way -= turn.way
 
-    def _wait(self) -> None:
-        ended, nbytes, _ = self.sends.popleft()
+    def _wait(self) -> bool:
+        """Until memory of a copy is free; whether there was any to wait for."""
+        if not self.leaving and not self.sends:
+            return False
+        ended, nbytes, *_ = (self.leaving or self.sends).popleft()
         self.python = max(self.python, ended)
         self.under_way -= nbytes
-
-
-def _way(turn: Turn) -> int:
-    """Device memory of what is copied for it: what it gives has memory of its own."""
-    return turn.fetched + turn.sent
+        return True
