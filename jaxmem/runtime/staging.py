@@ -100,14 +100,14 @@ def in_stages(
         if line.times(window).seconds > plain.seconds * (1 - _CLEARLY):
             continue
         found = _compiled(staged(cut, block, bounds), line, target, budget_bytes, window, options)
-        if found is not None and found.seconds <= plain.seconds * (1 - _CLEARLY):
+        if isinstance(found, Pieces) and found.seconds <= plain.seconds * (1 - _CLEARLY):
             return found
     return plain
 
 
 def lending(
     cut: Cut, block: Block, target: Target, budget_bytes: int, options: Mapping[str, str]
-) -> Pieces | None:
+) -> tuple[Pieces | None, int]:
     """The step in stages that fetch the lent leaves they read, two stages ahead.
 
     Args:
@@ -118,7 +118,8 @@ def lending(
         options: what to compile with.
 
     Returns:
-        ``None`` where no number of stages fits.
+        The quickest that fits; where none does, how many bytes too much the smallest takes, or 0
+        if none may run in stages.
     """
     ready = ready_at(cut, block)
     least = max(sum(v.nbytes for v in op.values if v in cut.lent) for op in block.ops)
@@ -128,17 +129,20 @@ def lending(
         if len(bounds) <= _MOST_STAGES and tuple(bounds) not in tried:
             tried[tuple(bounds)] = _in_stages_from(cut, block, ready, bounds, target, budget_bytes)
     if not tried:
-        return None
+        return None, 0
     # Every stage is one more program that Python must have started in time: few are better.
     limit = min(way.seconds for way in tried.values()) * (1 + _HARDLY)
     best: Pieces | None = None
+    lacking: list[int] = []
     for way in sorted(tried.values(), key=lambda way: max(way.seconds, limit)):
         if best is not None and best.seconds <= way.seconds * (1 + _HARDLY):
             break
         found = _compiled(way.made, way.line, target, budget_bytes, way.window_bytes, options)
-        if found is not None and (best is None or found.seconds < best.seconds):
+        if isinstance(found, int):
+            lacking.append(found)
+        elif best is None or found.seconds < best.seconds:
             best = replace(found, stages=found.stages - 1)  # The first one only takes arguments.
-    return best
+    return best, min(filter(None, lacking), default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,8 +225,12 @@ def _compiled(
     budget_bytes: int,
     window_bytes: int,
     options: Mapping[str, str],
-) -> Pieces | None:
-    """The stages compiled; ``None`` where they take too much, or XLA undid what they make again."""
+) -> Pieces | int:
+    """The stages compiled.
+
+    Returns:
+        If they take too much, by how many bytes; 0 if XLA undid what they make again.
+    """
     program = pieces.cut.first
     first = compile_for(
         target,
@@ -235,11 +243,12 @@ def _compiled(
     memory = needs(pieces.cut, first.memory, [part.memory for part in parts])
     room = min([budget_bytes - need.beside_bytes for need in memory])
     room = min(room, budget_bytes - first.memory.total_bytes)
-    if any(need.way_bytes > room for need in memory):
-        return None
+    lacking = max((need.way_bytes for need in memory), default=0) - room
+    if lacking > 0:
+        return lacking
     stages = [(program.block, first), *_own(pieces.cut.parts, parts)]
     if any(verify.undone(block, one.hlo_text()) for block, one in stages):
-        return None
+        return 0
     window = min(window_bytes, room)
     times = line.times(window, budget_bytes, memory)
     return Pieces(
@@ -256,8 +265,13 @@ def _compiled(
 
 
 def _own(parts: Sequence[Part], compiled: Sequence[Compiled]) -> list[tuple[Block, Compiled]]:
+    """A stage for each executable: the one it was compiled for, whose recomputations it names."""
     pairs = zip(parts, compiled, strict=True)
-    return [(part.block, one) for part, one in pairs if part.stage]
+    found: dict[int, tuple[Block, Compiled]] = {}
+    for part, one in pairs:
+        if part.stage:
+            found.setdefault(id(one), (part.block, one))
+    return list(found.values())
 
 
 class _Line:

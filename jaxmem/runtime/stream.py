@@ -341,7 +341,7 @@ class _Run:
                 self._wait()
             # Waiting is worth it only when nothing is fetched beyond what runs next.
             while self.under_way + item.way_bytes > room:
-                if not self.leaving and self.fetched - self.at >= 2 or not self._release():
+                if (not self.leaving and self.fetched - self.at >= 2) or not self._release():
                     return
             self._fetch()
 

@@ -41,6 +41,8 @@ _SCALARS_BYTES = 2**16
 # What is lent to the gradients may take so much of the budget while they are planned, for the
 # leaves of two stages: those of one that runs, and of the next.
 _LENT_SHARE = 4
+# How often they are planned again where their stages turn out to take more.
+_ROUNDS = 4
 
 
 def check_patterns(
@@ -201,14 +203,13 @@ def fit(
         )
     pieces = cut(program, asked.hosted, min(_BUCKET_BYTES, budget_bytes // _BUCKETS))
     _check_host(pieces, asked, target)
-    first = _first(pieces, asked, compiler_of, budget_bytes, report)
-    report(f"compiling {len(pieces.parts)} updates")
-    options = dict(first.plan.options)
+    compiler = compiler_of(pieces.first)
     if pieces.lent:
-        found = lending(pieces, first.block, target, budget_bytes, options)
-        if found is None:
-            raise _too_large(pieces, budget_bytes, target, first)
+        first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
     else:
+        first = _first(pieces, asked, compiler, budget_bytes, report)
+        report(f"compiling {len(pieces.parts)} updates")
+        options = dict(first.plan.options)
         most = _window(pieces)
         plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
         _check_fits(pieces, plain.memory, budget_bytes, target, first)
@@ -218,23 +219,50 @@ def fit(
     return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
 
 
+def _lent(
+    pieces: Cut,
+    asked: Asked,
+    compiler: Compiler,
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+) -> tuple[Outcome, Pieces]:
+    """What computes the gradients, and the stages in which it runs.
+
+    Stages hand over what one program would not hold at once. Where they take more than there is,
+    the gradients are planned with that much less.
+    """
+    _check_stages(pieces)
+    less, left = 0, _ROUNDS
+    while True:
+        first = _first(pieces, asked, compiler, budget_bytes, report, less)
+        report(f"compiling stages and {len(pieces.parts)} updates")
+        options = dict(first.plan.options)
+        found, lacking = lending(pieces, first.block, target, budget_bytes, options)
+        if found is not None:
+            return first, found
+        left -= 1
+        if not left or not lacking or asked.plan is not None:
+            raise _too_large(pieces, budget_bytes, target, first, lacking)
+        less += lacking
+
+
 def _first(
     pieces: Cut,
     asked: Asked,
-    compiler_of: Callable[[Program], Compiler],
+    compiler: Compiler,
     budget_bytes: int,
     report: Report,
+    less: int = 0,
 ) -> Outcome:
     """What computes the gradients, planned; leaves that are lent to it do not count.
 
     It is planned as one program, which takes all of them at once, and then run in stages, of which
     each takes the few that it reads.
     """
-    compiler = compiler_of(pieces.first)
-    more = 0
+    more = -less
     if pieces.lent:
-        _check_stages(pieces)
-        more = pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // _LENT_SHARE)
+        more += pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // _LENT_SHARE)
     try:
         if asked.plan is None:
             found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
@@ -281,11 +309,11 @@ def _check_stages(pieces: Cut) -> None:
 
 
 def _too_large(
-    pieces: Cut, budget_bytes: int, target: Target, first: Outcome
+    pieces: Cut, budget_bytes: int, target: Target, first: Outcome, lacking: int
 ) -> BudgetInfeasibleError:
     largest = max(pieces.lent, key=lambda v: v.nbytes)
     number = pieces.program.block.inputs.index(largest) - len(pieces.program.consts)
-    smallest = budget_bytes + budget_bytes // _LENT_SHARE + largest.nbytes
+    smallest = budget_bytes + (lacking or budget_bytes // _LENT_SHARE + largest.nbytes)
     return BudgetInfeasibleError(
         f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: no number of stages "
         f"leaves room for the arguments that each reads. The largest of them is "

@@ -133,7 +133,7 @@ class _Clock:
             # It is worth waiting for a copy back only if nothing is fetched for what comes next.
             near = len(self.arrived) - number < 2
             while self.under_way + turn.way > room:
-                if not self.leaving and not near or not self._wait():
+                if (not self.leaving and not near) or not self._wait():
                     return
             self._fetch()
 
