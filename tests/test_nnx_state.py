@@ -41,6 +41,15 @@ def test_a_state_that_is_read_is_no_result():
     assert plan.output_bytes == 4
 
 
+def test_a_module_that_is_read_keeps_its_arrays():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    step = jaxmem.fit(lambda model, x: model(x).sum(), progress=False)
+    assert step.plan(model, X).output_bytes == 4
+    kernel = model.kernel[...]
+    step(model, X)
+    assert model.kernel[...] is kernel
+
+
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 def test_steps_are_those_of_jit(donated):
     step = jaxmem.fit(sgd, donate_argnums=donated, progress=False)

@@ -21,7 +21,7 @@ from jaxmem.errors import ArgumentError, TraceError, is_library
 from jaxmem.program import leaves, nnx
 from jaxmem.program.ir import Leaf, Program, in_host_memory
 from jaxmem.program.microbatches import standing_for
-from jaxmem.program.trace import program_from_jaxpr
+from jaxmem.program.trace import program_from_jaxpr, without_passed_on
 
 # What JAX makes of a function depends on these; they can be changed between two calls.
 _SETTINGS = (
@@ -76,12 +76,13 @@ class Traced:
 
     Attributes:
         program: what it does.
-        rebuild: turns the flat results into what the step returns, and updates NNX arguments.
+        rebuild: turns the flat results of the program and the argument leaves it was called with
+            into what the step returns, and updates NNX arguments.
         automatic: the sizes of the batches whose number of microbatches is ``jaxmem.AUTO``.
     """
 
     program: Program
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     automatic: tuple[int, ...] = ()
 
 
@@ -234,6 +235,12 @@ class Caller:
                 fixed=[None if array else leaf for (_, leaf), array in taken],
                 paths=[jax.tree_util.keystr(path) for (path, _), array in taken if array],
                 is_array=is_array,
+                # What an NNX object of the caller's holds; else a result is an array of its own.
+                owned=[
+                    isinstance(out, nnx.Split) and _index(path[1]) == 0
+                    for (path, _), array in taken
+                    if array
+                ],
             )
             if len(arrays) != len(results) and not call.fixed:
                 bad = next(leaf for (_, leaf), array in taken if not array)
@@ -264,7 +271,9 @@ class Caller:
             results=[Leaf(p) for p in told["paths"]],
             shardings=[leaves.layout(leaf, device) for leaf in call.leaves],
         )
-        return Traced(program, functools.partial(_rebuild, told), tuple(choice.sizes))
+        program, passed_on = without_passed_on(program, told["owned"])
+        rebuild = functools.partial(_rebuild, told, passed_on)
+        return Traced(program, rebuild, tuple(choice.sizes))
 
     def _run(self, call: Call, values: Sequence[Any]) -> Any:
         given = iter(values)
@@ -282,10 +291,13 @@ class Caller:
         return finish(self.fun(*args, **kwargs), merged)
 
 
-def _rebuild(told: dict[str, Any], outs: Sequence[Any]) -> Any:
-    given = iter(outs)
+def _rebuild(
+    told: dict[str, Any], passed_on: dict[int, int], outs: Sequence[Any], given: Sequence[Any]
+) -> Any:
+    made, total = iter(outs), len(outs) + len(passed_on)
+    arrays = iter(given[passed_on[n]] if n in passed_on else next(made) for n in range(total))
     flat = [
-        next(given) if array else fixed
+        next(arrays) if array else fixed
         for array, fixed in zip(told["is_array"], told["fixed"], strict=True)
     ]
     return jax.tree_util.tree_unflatten(told["tree"], flat)

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -64,6 +65,38 @@ def program_from_jaxpr(
         fingerprint=_fingerprint(closed),
         equations=sum(1 for _ in _all_ops(block)),
     )
+
+
+def without_passed_on(program: Program, owned: Sequence[bool]) -> tuple[Program, dict[int, int]]:
+    """The program without what a step leaves as it is in an object of the caller's.
+
+    Modules that are only read are arguments and results; their arrays need no copies.
+
+    Args:
+        program: the whole.
+        owned: for each result whether it goes back into an object.
+
+    Returns:
+        The program, and for each result that it lost the argument leaf that it is.
+    """
+    first = len(program.consts)
+    lasting = {
+        v: n
+        for n, (v, leaf) in enumerate(
+            zip(program.block.inputs[first:], program.arguments, strict=True)
+        )
+        if not leaf.donated
+    }
+    outputs = list(zip(program.block.outputs, owned, strict=True))
+    found = {
+        n: lasting[v]
+        for n, (v, own) in enumerate(outputs)
+        if own and isinstance(v, Value) and v in lasting
+    }
+    left = [n for n in range(len(outputs)) if n not in found]
+    block = replace(program.block, outputs=tuple(program.block.outputs[n] for n in left))
+    results = tuple(program.results[n] for n in left)
+    return replace(program, block=block, results=results), found
 
 
 class _Reader:

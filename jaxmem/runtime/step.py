@@ -84,8 +84,12 @@ class Step:
         program = self.traced.program
         given = inputs(program, call)
         ready = where_planned(program, self.outcome.hosting, given)
-        with rebuilding(self.traced.rebuild):
-            results = self.traced.rebuild(self.local([*program.consts, *ready]))
+
+        def rebuild(outs: Sequence[Any]) -> Any:
+            return self.traced.rebuild(outs, given)
+
+        with rebuilding(rebuild):
+            results = rebuild(self.local([*program.consts, *ready]))
         for leaf, used, its in zip(given, ready, program.arguments, strict=True):
             # A copy was used up in its place.
             if its.donated and used is not leaf and isinstance(leaf, jax.Array):

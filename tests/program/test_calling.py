@@ -130,7 +130,7 @@ def test_results_are_put_back_into_their_tree():
 
     caller = Caller(nested)
     traced = caller.trace(caller.take((X,), {}))
-    rebuilt = traced.rebuild([X, X + 1, X + 2])
+    rebuilt = traced.rebuild([X, X + 1, X + 2], [X])
     assert isinstance(rebuilt["a"], State)
     assert jax.tree.structure(rebuilt) == jax.tree.structure(nested(X))
     assert [leaf.path for leaf in traced.program.results] == [
