@@ -117,7 +117,14 @@ class Bert(nn.Module):
         config = self.config
         embed = _embedding(config, config.vocab_size, "tokens")
         with jax.named_scope("embed"):
-            x = embed(tokens) + _embedding(config, config.segments, "segments")(segments)
+            # Looked up in param_dtype: gradients of rows are summed in it.
+            x = jnp.take(embed.embedding, tokens, axis=0).astype(config.dtype)
+            # A product, whose gradient is one, too: two rows that all tokens add to are what a
+            # GPU's scatter is slowest at.
+            kinds = jax.nn.one_hot(segments, config.segments, dtype=config.dtype)
+            x = x + kinds @ _embedding(config, config.segments, "segments").embedding.astype(
+                config.dtype
+            )
             x = x + _embedding(config, config.sequence, "positions")(jnp.arange(tokens.shape[1]))
             x = _norm(config, "norm")(x)
         x = self._blocks(x)
