@@ -239,6 +239,8 @@ class _Run:
         first = self.cut.first.block
         self.copier.mark()
         outputs = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
+        # There is room beside the first part for the last copies of the step before; not later.
+        jax.block_until_ready(list(self.on_host.values()))
         self.given = {n: outputs[place] for n, place in self.stream.given.items()}
         self._take(self.stream.names or first.outputs, outputs)
 
@@ -317,13 +319,13 @@ class _Run:
         would wait for the stage. Copies to the host that go on beside the stage before this one
         are waited for where there is no room; later ones are not, as they wait for that stage.
         """
-        items, room = self.stream.items, self.stream.items[self.at].room_bytes
+        items = self.stream.items
         self.fetched = max(self.fetched, self.at + 1)
         stages = STAGES_AHEAD if self.cut.lent else 1
         while self.fetched < len(items) and stages:
             item = items[self.fetched]
             stages -= item.part.stage
-            room = min(room, item.room_bytes)
+            room = self._room()
             while self.under_way + item.way_bytes > room:
                 sent = self.sends and self.sends[0].stage < self.stage
                 if not self.leaving and not sent:
@@ -331,12 +333,15 @@ class _Run:
                 self._release()
             self._fetch()
 
-    def _fetch_ahead(self, room: int) -> None:
+    def _room(self) -> int:
+        """What copies may take until the next item that is to be fetched for has run."""
+        return min(item.room_bytes for item in self.stream.items[self.at : self.fetched + 1])
+
+    def _fetch_ahead(self, most: int) -> None:
         """Fetch for the next items, where there is room for that until they have run."""
         items = self.stream.items
         while self.fetched < len(items):
-            item = items[self.fetched]
-            room = min(room, item.room_bytes)
+            item, room = items[self.fetched], min(most, self._room())
             while self.sends and self.sends[0].has_ended():
                 self._wait()
             # Waiting is worth it only when nothing is fetched beyond what runs next.

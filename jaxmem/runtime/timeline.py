@@ -93,7 +93,7 @@ class _Clock:
                     pass
                 self._fetch()
             if turn.stage:
-                self._fetch_for_stage(turn.room)
+                self._fetch_for_stage(number)
                 if len(ends) == STAGES_QUEUED:
                     self.python = max(self.python, ends.popleft())
             else:
@@ -110,24 +110,27 @@ class _Clock:
         computed = first + sum(turn.seconds for turn in self.turns)
         return Times(whole, max(0.0, whole - computed))
 
-    def _fetch_for_stage(self, room: int) -> None:
+    def _room(self, number: int) -> int:
+        """What copies may take until the next turn that is to be fetched for has run."""
+        return min(turn.room for turn in self.turns[number : len(self.arrived) + 1])
+
+    def _fetch_for_stage(self, number: int) -> None:
         """Before a stage starts, fetch what is updated after it, and what the next ones read."""
         stages = STAGES_AHEAD
         while len(self.arrived) < len(self.turns) and stages:
             turn = self.turns[len(self.arrived)]
             stages -= turn.stage
-            room = min(room, turn.room)
+            room = self._room(number)
             while self.under_way + turn.way > room:
                 if not self.leaving and (not self.sends or self.sends[0][2] >= self.stage):
                     return
                 self._wait()
             self._fetch()
 
-    def _fetch_ahead(self, number: int, room: int) -> None:
+    def _fetch_ahead(self, number: int, most: int) -> None:
         """Fetch for what comes after ``number`` as long as there is room."""
         while len(self.arrived) < len(self.turns):
-            turn = self.turns[len(self.arrived)]
-            room = min(room, turn.room)
+            turn, room = self.turns[len(self.arrived)], min(most, self._room(number))
             while self.sends and self.sends[0][0] <= self.python:
                 self._wait()
             # It is worth waiting for a copy back only if nothing is fetched for what comes next.

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, StepInterruptedError
-from jaxmem.runtime import streamed
+from jaxmem.runtime import stream, streamed
 from tests.streamed_steps import MIB, OPTIMIZERS, X, fitted, kinds, net, same, state_with, step_with
 
 LAYERS = 6
@@ -80,6 +80,33 @@ def test_the_budget_is_less_than_what_the_step_has():
     assert (3 + 1) * LAYERS * MIB < told.fetched_bytes <= (3 + 2) * LAYERS * MIB
     assert told.sent_bytes == 3 * LAYERS * MIB
     assert all(f"state[0]['w{n}']" in plan.hosted for n in range(LAYERS))
+
+
+def on_device_bytes():
+    live = (a for a in jax.live_arrays() if not a.is_deleted() and a.size)
+    return sum(a.nbytes for a in live if a.sharding.memory_kind == "device")
+
+
+@pytest.mark.parametrize("budget", [9, 10, 14])
+def test_what_is_on_the_device_is_never_more_than_the_budget(monkeypatch, budget: int):
+    """Counted by JAX's own list of arrays, with what the program that starts takes beside them."""
+    run = fitted(step_with(ADAM), host="*", budget=budget * MIB)
+    state = run.place(fresh(), X)[0]
+    plan = run.plan(state, X)
+    run._make(run._caller.take((state, X), {}))
+    before, seen, real = on_device_bytes() - X.nbytes, [], stream._Run._run
+
+    def watched(self, item, alone):
+        memory = item.run.memory_analysis()
+        made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        seen.append(on_device_bytes() - before + made)
+        assert self.under_way <= max(item.room_bytes, item.way_bytes)
+        real(self, item, alone)
+
+    monkeypatch.setattr(stream._Run, "_run", watched)
+    run(state, X)
+    assert len(seen) > plan.streamed.stages
+    assert max(seen) <= plan.compiled_bytes <= budget * MIB
 
 
 def test_it_says_what_fits_if_nothing_does():

@@ -53,6 +53,25 @@ def test_nothing_hides_where_one_copy_has_room(seed: int):
     assert times.exposed == pytest.approx(copies)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_copies_never_take_more_than_the_part_that_runs_leaves(monkeypatch, seed: int):
+    rng = random.Random(seed)
+    turns = [
+        dataclasses.replace(turn, room=rng.randrange(200, 900), way=rng.randrange(0, 200))
+        for turn in some(seed, 0)
+    ]
+    seen, real = [], timeline._Clock._send
+
+    def watched(self, number, turn):
+        seen.append(number)
+        assert self.under_way <= turn.room
+        real(self, number, turn)
+
+    monkeypatch.setattr(timeline._Clock, "_send", watched)
+    run_through(1.0, turns, SPEED, 500)
+    assert seen == list(range(len(turns)))
+
+
 def test_python_is_waited_for_where_parts_are_short(monkeypatch):
     monkeypatch.setattr(timeline, "_PYTHON_SECONDS", 2.0)
     short = [Turn(0.1, 10, way=10, room=100, stage=True) for _ in range(8)]
