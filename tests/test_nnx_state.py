@@ -50,6 +50,37 @@ def test_a_module_that_is_read_keeps_its_arrays():
     assert model.kernel[...] is kernel
 
 
+class Pair(nnx.Module):
+    def __init__(self):
+        self.a, self.b = (nnx.Linear(64, 64, rngs=nnx.Rngs(n)) for n in range(2))
+
+
+def copies(pair, x):
+    pair.a.kernel[...] = pair.b.kernel[...]
+    return pair.a(x).sum()
+
+
+def swaps(pair, x):
+    pair.a, pair.b = pair.b, pair.a
+    return pair.a(x).sum()
+
+
+def keeps_an_argument(pair, x):
+    pair.seen = nnx.Variable(x)
+    return pair.a(x).sum()
+
+
+@pytest.mark.parametrize("step", [copies, swaps, keeps_an_argument])
+def test_no_two_variables_share_an_array(step):
+    pair, expected, x = Pair(), Pair(), X + 0
+    np.testing.assert_allclose(
+        jaxmem.fit(step, progress=False)(pair, x), nnx.jit(step)(expected, x), rtol=1e-6
+    )
+    assert_same(jax.tree.leaves(nnx.state(expected)), jax.tree.leaves(nnx.state(pair)))
+    held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((nnx.state(pair), x))]
+    assert len(set(held)) == len(held)
+
+
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 def test_steps_are_those_of_jit(donated):
     step = jaxmem.fit(sgd, donate_argnums=donated, progress=False)

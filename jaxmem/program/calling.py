@@ -219,6 +219,7 @@ class Caller:
                 not touched.
         """
         told: dict[str, Any] = {}
+        held = _in_objects(call)
 
         def flat(*values: Any) -> list[Any]:
             out = self._run(call, values)
@@ -235,9 +236,11 @@ class Caller:
                 fixed=[None if array else leaf for (_, leaf), array in taken],
                 paths=[jax.tree_util.keystr(path) for (path, _), array in taken if array],
                 is_array=is_array,
-                # What an NNX object of the caller's holds; else a result is an array of its own.
-                owned=[
-                    isinstance(out, nnx.Split) and _index(path[1]) == 0
+                # Of what an NNX object of the caller's holds, the argument that was there.
+                was=[
+                    held.get(jax.tree_util.keystr(path[2:]))
+                    if isinstance(out, nnx.Split) and _index(path[1]) == 0
+                    else None
                     for (path, _), array in taken
                     if array
                 ],
@@ -271,7 +274,7 @@ class Caller:
             results=[Leaf(p) for p in told["paths"]],
             shardings=[leaves.layout(leaf, device) for leaf in call.leaves],
         )
-        program, passed_on = without_passed_on(program, told["owned"])
+        program, passed_on = without_passed_on(program, told["was"])
         rebuild = functools.partial(_rebuild, told, passed_on)
         return Traced(program, rebuild, tuple(choice.sizes))
 
@@ -289,6 +292,18 @@ class Caller:
             else:
                 kwargs = {**kwargs, position: value}
         return finish(self.fun(*args, **kwargs), merged)
+
+
+def _in_objects(call: Call) -> dict[str, int]:
+    """The argument leaves that NNX objects hold: the number of each by where it is held."""
+    total = len(call.leaves) + len(call.fixed)
+    pure = jax.tree_util.tree_unflatten(call.treedef, range(total))
+    if not isinstance(pure, nnx.Split):
+        return {}
+    paths = [
+        path for path, n in jax.tree_util.tree_flatten_with_path(pure)[0] if n not in call.fixed
+    ]
+    return {jax.tree_util.keystr(path[1:]): n for n, path in enumerate(paths)}
 
 
 def _rebuild(

@@ -67,33 +67,28 @@ def program_from_jaxpr(
     )
 
 
-def without_passed_on(program: Program, owned: Sequence[bool]) -> tuple[Program, dict[int, int]]:
+def without_passed_on(
+    program: Program, was: Sequence[int | None]
+) -> tuple[Program, dict[int, int]]:
     """The program without what a step leaves as it is in an object of the caller's.
 
-    Modules that are only read are arguments and results; their arrays need no copies.
+    Modules that are only read are arguments and results; their arrays need no copies. What comes
+    from elsewhere does: two variables must not share an array, as one of them may be donated.
 
     Args:
         program: the whole.
-        owned: for each result whether it goes back into an object.
+        was: for each result that goes back into an object, the argument leaf that was there.
 
     Returns:
         The program, and for each result that it lost the argument leaf that it is.
     """
-    first = len(program.consts)
-    lasting = {
-        v: n
-        for n, (v, leaf) in enumerate(
-            zip(program.block.inputs[first:], program.arguments, strict=True)
-        )
-        if not leaf.donated
-    }
-    outputs = list(zip(program.block.outputs, owned, strict=True))
+    arguments = program.block.inputs[len(program.consts) :]
     found = {
-        n: lasting[v]
-        for n, (v, own) in enumerate(outputs)
-        if own and isinstance(v, Value) and v in lasting
+        n: place
+        for n, (v, place) in enumerate(zip(program.block.outputs, was, strict=True))
+        if place is not None and v is arguments[place] and not program.arguments[place].donated
     }
-    left = [n for n in range(len(outputs)) if n not in found]
+    left = [n for n in range(len(was)) if n not in found]
     block = replace(program.block, outputs=tuple(program.block.outputs[n] for n in left))
     results = tuple(program.results[n] for n in left)
     return replace(program, block=block, results=results), found

@@ -118,11 +118,12 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
         new = memory.output_bytes - memory.alias_bytes
         # What an update gives is copied back; what a stage gives stays on the device.
         back = part.moves and not part.stage
-        on_way = part.fetched_bytes + new * back
+        leave = sum(v.nbytes for v in part.sent if v not in stay)
+        # A result may be sent from the buffer of an input that was not fetched, such as a gradient.
+        on_way = max(part.fetched_bytes + new * back, leave * back)
         found.append(Need(alive + memory.temp_bytes + new * (not back), on_way))
         # What the caller has stays as it is, unless it is written over.
         gone = {n for n in part.over if n in part.donated or part.reads[n] not in arguments}
         freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.fetched)
-        leave = sum(v.nbytes for v in part.sent if v not in stay)
         alive += memory.output_bytes - leave - freed
     return found

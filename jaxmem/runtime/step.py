@@ -86,7 +86,7 @@ class Step:
         ready = where_planned(program, self.outcome.hosting, given)
 
         def rebuild(outs: Sequence[Any]) -> Any:
-            return self.traced.rebuild(outs, given)
+            return self.traced.rebuild(outs, ready)
 
         with rebuilding(rebuild):
             results = rebuild(self.local([*program.consts, *ready]))

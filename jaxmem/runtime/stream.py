@@ -1,10 +1,8 @@
 """Run a step that is cut: its parts one after the other, copies to and from the host beside them.
 
-Copies are arrays put elsewhere (``jax.device_put``), not part of any program: both directions of
-the link are then busy at once, 48.5 GB/s each way on an H200 whose link gives 48.8, where copies
-inside one program reach 26 to 32. A copy waits for computations that were started before it
-(``jaxmem.runtime.copies``): what a part needs is fetched before the computation in front of it
-starts.
+Both directions of the link are busy at once, 48.5 GB/s each way on an H200 whose link gives 48.8,
+where copies inside one program reach 26 to 32. A copy waits for computations that were started
+before it (``copies``): what a part needs is fetched before the computation in front of it starts.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ class Stream:
     def __call__(self, ready: Sequence[Any]) -> list[Any]:
         """Run a step.
 
-        Args:
-            ready: captured constants, then the array of each argument leaf, those that wait in
-                host memory there.
+        ``ready``: captured constants, then each argument leaf, those that wait on the host there.
 
         Raises:
             StepInterruptedError: a part failed twice, after others had changed their leaves.
@@ -159,8 +155,7 @@ def _finish(run: _Run) -> list[Any]:
     """Go on with a step until it is complete, if need be with as little under way as possible."""
     try:
         run.go_on()
-    except Exception as error:  # Told below: a warning if the rest works, else an error.
-        # Some leaves are new and some are old. With nothing else under way it may well work.
+    except Exception as error:  # Told below. With nothing else under way it may well work.
         where = run.where()
         run.settle()
         try:
@@ -172,7 +167,12 @@ def _finish(run: _Run) -> list[Any]:
             f"{where} failed, and worked with nothing else under way: {_first_line(error)}",
             stacklevel=2,
         )
-    return run.results()
+    with contextlib.suppress(Exception):
+        return run.results()
+    try:
+        return run.results()
+    except Exception as error:  # Given to the caller, with the way to go on.
+        raise _interrupted(run, error) from error
 
 
 def _interrupted(run: _Run, error: Exception) -> StepInterruptedError:
@@ -203,8 +203,8 @@ class _Run:
         under_way: device memory of what is being copied, or waits to be used.
         stage: how many stages of the first part were started.
         queued: for each stage that may not have ended, an array that is ready when it has.
-        leaving: what was fetched for stages that were started, and its memory: a copy that has not
-            ended keeps that, whoever else has forgotten the array.
+        leaving: what was fetched for parts that were started and send nothing, and its memory: a
+            copy that has not ended keeps that, whoever else has forgotten the array.
         lost: copies to the host that failed; ``done`` the items that ran.
     """
 
@@ -239,7 +239,7 @@ class _Run:
         first = self.cut.first.block
         self.copier.mark()
         outputs = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
-        # There is room beside the first part for the last copies of the step before; not later.
+        # The last copies of the step before have room beside the first part, and not later.
         jax.block_until_ready(list(self.on_host.values()))
         self.given = {n: outputs[place] for n, place in self.stream.given.items()}
         self._take(self.stream.names or first.outputs, outputs)
@@ -268,11 +268,12 @@ class _Run:
             send = self.lost[-1]
             self._copy(send.values, send.sources, 0, send.old)
             self.lost.pop()
-        self._send(self.cut.sent, 0, [self.on_host[v] for v in self.stream.replaced])
+        replaced = [self.on_host[v] for v in self.stream.replaced]
+        self._send([v for v in self.cut.sent if v not in self.back], 0, replaced)
         while self.at < len(self.stream.items):
             item = self.stream.items[self.at]
             self.fetched = max(self.fetched, self.at)
-            if self.fetched == self.at and item.part.moves:
+            if self.fetched == self.at:
                 self._wait_until(0 if alone else item.room_bytes - item.way_bytes)
                 self._fetch()
             if item.part.stage and not alone:
@@ -283,9 +284,10 @@ class _Run:
             self._run(item, alone)
             self.stage += item.part.stage
             used = [self.on_host[v] for v in self.stream.used_up[self.at]]
-            if item.part.stage:
+            sent = [v for v in item.part.sent if v not in self.back]
+            if not sent:
                 self.leaving.append((fetched, item.way_bytes))
-            self._send(item.part.sent, 0 if item.part.stage else item.way_bytes, used)
+            self._send(sent, item.way_bytes if sent else 0, used)
             del fetched
             self.at += 1
         self._wait_until(self.stream.tail_bytes)
@@ -302,15 +304,16 @@ class _Run:
         self.copier.mark()
         outputs = item.run(*arrays)
         del arrays
-        if alone:
-            jax.block_until_ready(outputs)
-        elif part.stage:
-            self.queued.append(self.copier.end())
+        # It has run, whatever happens next: what it was given is used up.
+        self.done.add(self.at)
         for n in part.over:
             self.here.pop((self.at, part.reads[n]), None)
             self.env.pop(part.reads[n], None)
         self._take(part.names, outputs)
-        self.done.add(self.at)
+        if alone:
+            jax.block_until_ready(outputs)
+        elif part.stage:
+            self.queued.append(self.copier.end())
 
     def _fetch_for_stage(self) -> None:
         """Before a stage starts, fetch what is updated after it, and what the next stages read.
@@ -361,13 +364,11 @@ class _Run:
         self.fetched = number + 1
 
     def _send(self, values: Sequence[Value], way_bytes: int, used: Sequence[Any]) -> None:
-        new = [v for v in values if v not in self.back]
-        if not new:
-            self.under_way -= way_bytes
+        if not values:
             delete(used)
             return
-        self._copy(new, [self.env[v] for v in new], way_bytes, used)
-        for v in new:
+        self._copy(values, [self.env[v] for v in values], way_bytes, used)
+        for v in values:
             if v not in self.cut.stay:
                 del self.env[v]
 

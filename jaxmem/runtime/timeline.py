@@ -152,10 +152,8 @@ class _Clock:
         if turn.sent:
             self.outwards = max(self.outwards, self.queue) + turn.sent / self.speed
             self.sends.append((self.outwards, turn.way, self.stage))
-        elif turn.stage:
-            self.leaving.append((self.arrived[number], turn.way))
         else:
-            self.under_way -= turn.way
+            self.leaving.append((self.arrived[number], turn.way))
 
     def _wait(self) -> bool:
         """Until memory of a copy is free; whether there was any to wait for."""

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, StepInterruptedError
-from jaxmem.runtime import stream, streamed
+from jaxmem.runtime import copies, stream, streamed
 from tests.streamed_steps import MIB, OPTIMIZERS, X, fitted, kinds, net, same, state_with, step_with
 
 LAYERS = 6
@@ -107,6 +107,50 @@ def test_what_is_on_the_device_is_never_more_than_the_budget(monkeypatch, budget
     run(state, X)
     assert len(seen) > plan.streamed.stages
     assert max(seen) <= plan.compiled_bytes <= budget * MIB
+
+
+def test_what_is_sent_counts_until_it_has_left():
+    """A new parameter may leave from the buffer of its gradient, which was not fetched."""
+
+    def loss_of(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
+        new = [m - 0.1 * g.astype(jnp.float32) for m, g in zip(state["m"], grads, strict=True)]
+        return {"params": [m.astype(jnp.bfloat16) for m in new], "m": new}, loss
+
+    def state():
+        m = [jnp.eye(1024) * 0.9 for _ in range(6)]
+        return {"params": [w.astype(jnp.bfloat16) for w in m], "m": m}
+
+    x = jnp.linspace(-1, 1, 8 * 1024).reshape(8, 1024).astype(jnp.bfloat16)
+    run = fitted(step, host="*", budget=30 * MIB)
+    assert run.plan(state(), x).streamed.stages > 1
+    (outcome,) = run._outcomes.values()
+    sent = [item for item in outcome.stream.items if item.part.sent]
+    assert any(item.part.sent_bytes > item.part.fetched_bytes for item in sent)
+    assert all(item.way_bytes >= item.part.sent_bytes for item in sent)
+    same(run(run.place(state(), x)[0], x), jax.jit(step)(state(), x), rtol=1e-2)
+
+
+@pytest.mark.parametrize("call", [1, 2, 4, 7])
+def test_a_mark_that_fails_is_made_up_for(monkeypatch, call: int):
+    state, expected = adam().place(fresh(), X)[0], jax.jit(step_with(ADAM))(fresh(), X)
+    count, real = [], copies.Copier.end
+
+    def failing(self):
+        count.append(1)
+        if len(count) == call + 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for a mark")
+        return real(self)
+
+    monkeypatch.setattr(copies.Copier, "end", failing)
+    with pytest.warns(UserWarning, match="for a mark"):
+        found = adam()(state, X)
+    same(found[0], expected[0], rtol=1e-4)
 
 
 def test_it_says_what_fits_if_nothing_does():

@@ -202,6 +202,30 @@ def test_ctrl_c_while_a_step_is_resumed_waits_for_it(monkeypatch, deep):
     same(found, expected)
 
 
+def test_a_result_that_cannot_be_copied_does_not_lose_the_state(monkeypatch):
+    """One value that is two results is copied for the second when all else is done."""
+    one = step_with(OPTIMIZERS["adam"])
+
+    def step(state, x):
+        new, loss = one(state, x)
+        return new, loss, loss
+
+    run, state = fitted(step), state_with(OPTIMIZERS["adam"])
+    state, real = run.place(state, X)[0], jax.device_put
+
+    def broken(*args, **kwargs):
+        if kwargs.get("may_alias") is False:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for a result")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", broken)
+    with pytest.raises(StepInterruptedError) as raised:
+        run(state, X)
+    monkeypatch.undo()
+    expected = jax.jit(one)(state_with(OPTIMIZERS["adam"]), X)
+    same(raised.value.resume()[:2], expected)
+
+
 def test_an_error_that_more_room_does_not_mend_does_not_ask_for_room(monkeypatch, deep):
     run, state, _ = deep
     real, count = jax.device_put, []
