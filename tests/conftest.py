@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 import jax
 import pytest
@@ -17,6 +18,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             jax.devices("cuda")
         except RuntimeError as error:
             pytest.skip(f"no NVIDIA GPU that jax can use: {error}")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is tested; a shell that starts tests in the background has them ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
