@@ -5,10 +5,11 @@
 
 Every row is a process of its own on the same device, one after the other, so that the allocator's
 peak is that row's. First the step as it is written, in JAX; budgets are shares of the allocator's
-peak of that. Then JAX's checkpoint policies on every block, jaxmem inside each budget, and PyTorch:
-eager, every block compiled with ``activation_memory_budget`` swept, every block checkpointed, and
-what autograd saves on the host. Medians of several samples of a few steps each. A row that fails
-says why. With ``--json`` rows that are in the file already are not run again.
+peak of that. Then JAX's checkpoint policies on every block, the optimizer's state on the host in
+JAX alone, jaxmem inside each budget, and PyTorch: eager, every block compiled with
+``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
+the optimizer on the CPU. Medians of several samples of a few steps each. A row that fails says why.
+With ``--json`` rows that are in the file already are not run again.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class Way:
 
 
 def ways_of(net: str, only: str | None) -> list[Way]:
-    stock = ["keep-all", "nothing_saveable", "save names", "offload names"]
+    stock = ["keep-all", "nothing_saveable", "save names", "offload names", "optimizer offload"]
     if net not in CONVOLUTIONAL:
         stock[2:2] = ["dots_saveable", "dots_with_no_batch_dims_saveable"]
     found = [Way("jax", way) for way in stock]
     found[1:1] = [Way("jax", "jaxmem", share) for share in SHARES]
     found += [Way("torch", way) for way in ("eager", "checkpoint", "compile + checkpoint")]
     found += [Way("torch", "compile", share) for share in ACTIVATION_BUDGETS]
-    found += [Way("torch", "save_on_cpu")]
+    found += [Way("torch", way) for way in ("save_on_cpu", "cpu optimizer")]
     return [way for way in found if only in (None, way.framework)]
 
 

@@ -8,6 +8,7 @@ import importlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch._functorch.config
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-WAYS = ("eager", "compile", "checkpoint", "compile + checkpoint", "save_on_cpu")
+WAYS = ("eager", "compile", "checkpoint", "compile + checkpoint", "save_on_cpu", "cpu optimizer")
 
 
 def run(net: str, size: str, way: str, share: float | None, samples: int, inner: int) -> dict:
@@ -38,7 +39,9 @@ def run(net: str, size: str, way: str, share: float | None, samples: int, inner:
     torch.manual_seed(0)
     started = time.perf_counter()
     work = module.workload(module.SIZES[size], device)
-    optimizer = work.optimizer(work.model.parameters())
+    on_host = way == "cpu optimizer"
+    parameters = list(work.model.parameters())
+    optimizer = OnHost(work.optimizer, parameters) if on_host else work.optimizer(parameters)
     _wrap(work.blocks, way, share)
 
     def saving() -> Any:
@@ -73,6 +76,39 @@ def run(net: str, size: str, way: str, share: float | None, samples: int, inner:
         "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
         "items_per_second": work.items / middle,
     }
+
+
+class OnHost:
+    """An optimizer whose state and whose step are on the CPU, as ZeRO-Offload has it.
+
+    Gradients are copied into pinned memory, parameters are updated there and copied back.
+    """
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]):
+        self.there = parameters
+        pinned = torch.cuda.is_available()
+        self.here = [_on_cpu(p, pinned).requires_grad_() for p in parameters]
+        for here in self.here:
+            here.grad = _on_cpu(torch.zeros_like(here), pinned)
+        self.optimizer = make(self.here)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for there, here in zip(self.there, self.here, strict=True):
+            here.grad.copy_(there.grad, non_blocking=True)
+        _wait(self.there[0].device.type)
+        self.optimizer.step()
+        for there, here in zip(self.there, self.here, strict=True):
+            there.copy_(here, non_blocking=True)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for there in self.there:
+            there.grad = None if set_to_none else torch.zeros_like(there)
+
+
+def _on_cpu(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.pin_memory() if pinned else copy
 
 
 def _wrap(blocks: list[Any], way: str, share: float | None) -> None:
