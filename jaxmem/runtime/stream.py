@@ -1,8 +1,7 @@
 """Run a step that is cut: its parts one after the other, copies to and from the host beside them.
 
-Both directions of the link are busy at once, 48.5 GB/s each way on an H200 whose link gives 48.8,
-where copies inside one program reach 26 to 32. A copy waits for computations that were started
-before it (``copies``): what a part needs is fetched before the computation in front of it starts.
+Both directions of the link are busy at once, 48.5 GB/s each way on an H200 whose link gives 48.8.
+A copy waits for what was started before it (``copies``): it is fetched before that starts.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def _finish(run: _Run) -> list[Any]:
         return run.results()
     try:
         return run.results()
-    except Exception as error:  # Given to the caller, with the way to go on.
+    except Exception as error:
         raise _interrupted(run, error) from error
 
 
@@ -290,7 +289,8 @@ class _Run:
             self._send(sent, item.way_bytes if sent else 0, used)
             del fetched
             self.at += 1
-        self._wait_until(self.stream.tail_bytes)
+        while (self.leaving or self.under_way > self.stream.tail_bytes) and self._release():
+            pass
         for send in self.sends:
             send.delete_old()
 

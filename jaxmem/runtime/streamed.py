@@ -272,7 +272,9 @@ def _first(
     except BudgetInfeasibleError as error:
         if not more:
             raise
-        smallest = error.smallest_bytes - more
+        # Of a larger budget what is lent may take more, too.
+        beside = error.smallest_bytes - pieces.lent_bytes + less
+        smallest = min(beside * _LENT_SHARE // (_LENT_SHARE - 1) + 1, error.smallest_bytes + less)
         raise BudgetInfeasibleError(
             f"no plan fits budget={format_bytes(budget_bytes)}: beside the arguments that host= "
             f"names {pieces.program.name} takes {format_bytes(smallest)}, as far as was found.\n"

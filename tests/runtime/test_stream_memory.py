@@ -1,0 +1,100 @@
+"""No stream ever takes more than its budget, however slow the link: on a device on paper."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.runtime import streamed, timeline
+from tests.paper_device import Device, most_bytes
+from tests.streamed_steps import MIB, OPTIMIZERS, X, net, state_with, step_with
+
+LAYERS = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_buckets():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
+        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+        patched.setattr(timeline, "_PYTHON_SECONDS", 0.0)
+        yield
+
+
+def mixed(state, x):
+    """New parameters leave from the buffers of their gradients."""
+
+    def loss_of(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    new = [m - 0.1 * g.astype(jnp.float32) for m, g in zip(state["m"], grads, strict=True)]
+    return {"params": [m.astype(jnp.bfloat16) for m in new], "m": new}, loss
+
+
+def masters():
+    m = [jnp.eye(1024) for _ in range(LAYERS)]
+    return {"params": [w.astype(jnp.bfloat16) for w in m], "m": m}
+
+
+def step_and_state(name: str):
+    """A step, what it is called with, and what waits on the host."""
+    if name == "forward":
+        return net, (state_with(OPTIMIZERS["adam"], layers=LAYERS)[0], X), "params*"
+    if name == "mixed":
+        return mixed, (masters(), jnp.ones((8, 1024), jnp.bfloat16)), "*"
+    tx = OPTIMIZERS[name.split(",")[0]]
+    host = "state[1]*" if name.endswith("moments") else "*"
+    return step_with(tx), (state_with(tx, layers=LAYERS), X), host
+
+
+@functools.cache
+def planned(name: str, budget: int):
+    """The stream of a step, and its budget."""
+    step, arguments, host = step_and_state(name)
+    run: Any = jaxmem.fit(
+        step,
+        host=host,
+        budget=budget,
+        target="h200",
+        donate_argnums=() if name == "forward" else (0,),
+        progress=False,
+    )
+    plan = run.plan(*arguments)
+    assert plan.compiled_bytes <= budget
+    (outcome,) = run._outcomes.values()
+    assert outcome.stream is not None
+    return outcome.stream
+
+
+@pytest.mark.parametrize("bytes_per_second", [1e6, 1e9, 1e15], ids=["slow", "even", "fast"])
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("forward", 5),
+        ("mixed", 17),
+        ("mixed", 30),
+        ("adam", 12),
+        ("adam", 16),
+        ("clipped gradients", 18),
+        ("clipped twice, moments", 40),
+    ],
+)
+def test_memory_of_steps_in_a_row_stays_within_the_budget(
+    name: str, mib: int, bytes_per_second: float
+):
+    stream = planned(name, mib * MIB)
+    rng = random.Random(name)
+    seconds = [rng.random() * 5e-3 for _ in range(len(stream.items) + 1)]
+    device = Device(bytes_per_second)
+    most = most_bytes(stream, device, seconds.__getitem__, steps=3)
+    assert 0 < most <= mib * MIB
