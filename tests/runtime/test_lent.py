@@ -87,7 +87,9 @@ def on_device_bytes():
     return sum(a.nbytes for a in live if a.sharding.memory_kind == "device")
 
 
-@pytest.mark.parametrize("budget", [9, 10, 14])
+@pytest.mark.parametrize(
+    "budget", [10, *(pytest.param(mib, marks=pytest.mark.wide) for mib in (9, 14))]
+)
 def test_what_is_on_the_device_is_never_more_than_the_budget(monkeypatch, budget: int):
     """Counted by JAX's own list of arrays, with what the program that starts takes beside them."""
     run = fitted(step_with(ADAM), host="*", budget=budget * MIB)

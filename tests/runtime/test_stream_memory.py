@@ -15,6 +15,8 @@ from jaxmem.runtime import streamed, timeline
 from tests.paper_device import Device, most_bytes
 from tests.streamed_steps import MIB, OPTIMIZERS, X, net, state_with, step_with
 
+pytestmark = pytest.mark.wide  # What it holds does not depend on the version of Python.
+
 LAYERS = 8
 
 
