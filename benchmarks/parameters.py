@@ -1,7 +1,7 @@
 """Parameters in host memory: how fast a net runs whose weights are fetched as they are read.
 
     python benchmarks/parameters.py --json benchmarks/results/h200_parameters.json    # the device
-    python benchmarks/parameters.py --layers 3 --width 512 --wide 1024 --batch 1 --length 128
+    python benchmarks/parameters.py --layers 8 --width 512 --wide 2048 --batch 1 --length 512
 
 16 layers of attention-like and wide products, bfloat16, unrolled. In one process: weights on the
 device, ``jaxmem.fit(host=...)`` inside a budget that is too small for all of them, and one
@@ -29,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxmem
 
 SIZES = {"layers": 16, "width": 2048, "wide": 8192, "batch": 8, "length": 2048, "repeats": 9}
+RATE = 0.01
 
 
 def net(params: list[dict], x: jax.Array) -> jax.Array:
@@ -40,9 +41,9 @@ def net(params: list[dict], x: jax.Array) -> jax.Array:
 
 
 def step(params: list[dict], x: jax.Array) -> tuple[list[dict], jax.Array]:
-    """One step of sign descent: it stays finite whatever the net."""
-    loss, grads = jax.value_and_grad(net)(params, x)
-    return jax.tree.map(lambda w, g: w - 2e-4 * jnp.sign(g), params, grads), loss
+    """One step of gradient descent on the logarithm of :func:`net`, which has no scale."""
+    loss, grads = jax.value_and_grad(lambda params: jnp.log(net(params, x)))(params)
+    return jax.tree.map(lambda w, g: w - jnp.asarray(RATE, w.dtype) * g, params, grads), loss
 
 
 def weights(options: argparse.Namespace, where: Any = None) -> list[dict]:
