@@ -6,8 +6,10 @@ a buffer is free when nobody has the array any more and no copy from it or to it
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,46 @@ from jaxmem.program.ir import Value
 from jaxmem.runtime import stream
 
 
+class Allocator:
+    """Best fit with coalescing, as XLA's: a free block that is hardly larger goes out whole.
+
+    Attributes:
+        used: bytes of the blocks that are out, and ``most`` the most there were.
+    """
+
+    def __init__(self, nbytes: int = 2**40):
+        self.sizes, self.free = {0: nbytes}, {0}
+        self.starts = [0]
+        self.used = self.most = 0
+
+    def take(self, nbytes: int) -> int:
+        asked = max(256, -(-nbytes // 256) * 256)
+        size, start = min((self.sizes[a], a) for a in self.free if self.sizes[a] >= asked)
+        if size >= 2 * asked or size - asked >= 128 * 2**20:
+            self._add(start + asked, size - asked)
+            self.sizes[start] = size = asked
+        self.free.discard(start)
+        self.used += size
+        self.most = max(self.most, self.used)
+        return start
+
+    def give(self, start: int) -> None:
+        self.used -= self.sizes[start]
+        self.free.add(start)
+        n = self.starts.index(start)
+        for left in (n, n - 1):
+            pair = self.starts[max(left, 0) : left + 2]
+            if len(pair) == 2 and self.free.issuperset(pair):
+                self.sizes[pair[0]] += self.sizes.pop(pair[1])
+                self.free.discard(pair[1])
+                self.starts.remove(pair[1])
+
+    def _add(self, start: int, size: int) -> None:
+        self.sizes[start] = size
+        self.free.add(start)
+        bisect.insort(self.starts, start)
+
+
 class Device:
     """Clocks of Python, the device's queue and both directions of the link; bytes in use."""
 
@@ -25,22 +67,41 @@ class Device:
         self.speed = bytes_per_second
         self.python = self.queue = self.inwards = self.outwards = 0.0
         self.live = self.most = 0
-        self.leaving: list[tuple[float, int]] = []
+        self.allocator = Allocator()
+        self.leaving: list[tuple[float, int, Block]] = []
+        self.count = itertools.count()
 
     def settle(self) -> None:
         while self.leaving and self.leaving[0][0] <= self.python:
-            self.live -= heapq.heappop(self.leaving)[1]
+            self.give(heapq.heappop(self.leaving)[-1])
+
+    def take(self, nbytes: int) -> Block:
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        return Block(nbytes, self.allocator.take(nbytes))
+
+    def give(self, block: Block) -> None:
+        self.live -= block.nbytes
+        self.allocator.give(block.start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    nbytes: int
+    start: int
 
 
 class Buffer:
+    """Memory of an array, until that is forgotten and what goes ``until`` then has ended."""
+
     def __init__(self, device: Device, nbytes: int):
-        self.device, self.nbytes, self.until = device, nbytes, 0.0
         device.settle()
-        device.live += nbytes
+        self.device, self.block, self.until = device, device.take(nbytes), 0.0
 
     def __del__(self) -> None:
-        heapq.heappush(self.device.leaving, (self.until, self.nbytes))
-        self.device.settle()
+        device = self.device
+        heapq.heappush(device.leaving, (self.until, next(device.count), self.block))
+        device.settle()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +203,7 @@ def run_of(device: Device, part: Any, temp_bytes: int, seconds: float) -> Callab
             if buffer:
                 buffer.delete()
             found.append(Array(device, v, device.queue, own))
-        device.most = max(device.most, device.live + temp_bytes)
+        device.give(device.take(temp_bytes))
         return found
 
     return run
@@ -151,7 +212,7 @@ def run_of(device: Device, part: Any, temp_bytes: int, seconds: float) -> Callab
 def most_bytes(
     planned: stream.Stream, device: Device, seconds: Callable[[int], float], steps: int
 ) -> int:
-    """The most device memory that steps in a row take, as programs start.
+    """The most device memory that steps in a row take, without what the allocator adds.
 
     Args:
         planned: a stream whose executables say what they take.

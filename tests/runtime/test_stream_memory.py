@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxmem
@@ -18,15 +19,14 @@ from tests.streamed_steps import MIB, OPTIMIZERS, X, net, state_with, step_with
 pytestmark = pytest.mark.wide  # What it holds does not depend on the version of Python.
 
 LAYERS = 8
+ADAM = optax.adam(1e-4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_buckets():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
-        patched.setattr(timeline, "_PYTHON_SECONDS", 0.0)
-        yield
+@pytest.fixture
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
+    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+    monkeypatch.setattr(timeline, "_PYTHON_SECONDS", 0.0)
 
 
 def mixed(state, x):
@@ -91,6 +91,7 @@ def planned(name: str, budget: int):
         ("clipped twice, moments", 40),
     ],
 )
+@pytest.mark.usefixtures("small_buckets")
 def test_memory_of_steps_in_a_row_stays_within_the_budget(
     name: str, mib: int, bytes_per_second: float
 ):
@@ -100,3 +101,46 @@ def test_memory_of_steps_in_a_row_stays_within_the_budget(
     device = Device(bytes_per_second)
     most = most_bytes(stream, device, seconds.__getitem__, steps=3)
     assert 0 < most <= mib * MIB
+
+
+def deep(state, x):
+    """A net of large matrices with Adam, whose parameters stay on the device."""
+
+    def loss_of(params):
+        y = x
+        for w in params:
+            y = y + jnp.tanh(y @ w)
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    updates, moments = ADAM.update(grads, state["moments"])
+    master = optax.apply_updates(state["master"], updates)
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), master)
+    return {"params": params, "master": master, "moments": moments}, loss
+
+
+@pytest.mark.parametrize("bytes_per_second", [20e9, 50e9])
+@pytest.mark.parametrize("gib", [23, 24])
+def test_blocks_that_the_allocator_rounds_up_stay_within_the_budget(
+    gib: int, bytes_per_second: float
+):
+    def state():
+        master = [jnp.zeros((4096, 4096)) for _ in range(60)]
+        params = [w.astype(jnp.bfloat16) for w in master]
+        return {"params": params, "master": master, "moments": ADAM.init(master)}
+
+    x = jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)
+    host = ("state['master']*", "state['moments']*")
+    budget = gib * 2**30
+    run: Any = jaxmem.fit(
+        deep, host=host, budget=budget, target="h200", donate_argnums=0, progress=False
+    )
+    run.plan(jax.eval_shape(state), x)
+    (outcome,) = run._outcomes.values()
+    stream = outcome.stream
+    computing = [n for n, item in enumerate(stream.items) if item.part.stage]
+    seconds = dict.fromkeys([*computing, len(stream.items)], 0.4 / (len(computing) + 1))
+    device = Device(bytes_per_second)
+    most_bytes(stream, device, lambda n: seconds.get(n, 2e-4), steps=4)
+    assert 0.95 * budget < device.allocator.most <= budget
