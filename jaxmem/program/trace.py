@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Leaf, Loop, Op, Program, Value
 from jaxmem.program.primitives import inner_jaxprs
+from jaxmem.program.rectified import Rectified
 
 _INLINED = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"]
@@ -100,6 +101,7 @@ class _Reader:
     def __init__(self):
         self.counter = itertools.count()
         self.hoisted: list[tuple[Value, Any]] = []
+        self.rectified = Rectified()
 
     def new(self, aval: Any) -> Value:
         return Value(aval, f"v{next(self.counter)}")
@@ -135,6 +137,8 @@ class _Reader:
                 )
             else:
                 results = tuple(self.new(var.aval) for var in eqn.outvars)
+                inputs = self.rectified.inputs(eqn, inputs)
+                self.rectified.add(eqn, inputs, results)
                 loop = self.loop(eqn, path, len(ops)) if eqn.primitive.name == "scan" else None
                 ops.append(Op(placed, inputs, results, loop))
                 outputs = results
