@@ -116,6 +116,30 @@ def test_unet_labels_every_voxel_in_the_dtype_asked_for(unet3d, remat_policy):
     assert (logits.shape, logits.dtype) == ((2, 16, 8, 4, 5), jnp.bfloat16)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_of_slices_is_the_one_of_volumes(unet3d, stride):
+    config = tiny_unet3d(unet3d, dtype=jnp.float32)
+    conv = initialised(lambda: unet3d.Conv(config, 5, 7, stride, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (2, 8, 6, 4, 5))
+    wanted = jax.lax.conv_general_dilated(
+        x,
+        conv.kernel[...],
+        (stride,) * 3,
+        ((1, 1),) * 3,
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+    )
+    np.testing.assert_allclose(conv(x), wanted, atol=1e-5)
+
+
+def test_an_upsampling_is_the_transposed_convolution(unet3d):
+    config = tiny_unet3d(unet3d, dtype=jnp.float32)
+    upsample = initialised(lambda: unet3d.Upsample(config, 5, 3, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (2, 4, 3, 2, 5))
+    flipped = upsample.kernel[...][::-1, ::-1, ::-1]
+    wanted = jax.lax.conv_transpose(x, flipped, (2, 2, 2), "VALID")
+    np.testing.assert_allclose(upsample(x), wanted, atol=1e-5)
+
+
 def test_a_sum_of_two_convolutions_is_the_convolution_of_the_concatenation(unet3d):
     up = initialised(lambda: unet3d.Up(tiny_unet3d(unet3d), 8, rngs=nnx.Rngs(0)))
     inputs = jax.random.normal(jax.random.key(0), (2, 1, 8, 4, 4, 8))

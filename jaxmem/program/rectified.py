@@ -1,7 +1,8 @@
 """Masks of rectified values, read from what is rectified.
 
 The gradient of ``relu(x)`` asks where ``x > 0``. That is where ``relu(x) > 0``, for every ``x``,
-NaN and both zeros among them, and what comes after reads ``relu(x)`` anyway: ``x`` need not be kept.
+NaN and both zeros among them, and what comes after reads ``relu(x)`` anyway, so ``x`` need not be
+kept.
 """
 
 from __future__ import annotations
