@@ -57,22 +57,10 @@ class Conv(nnx.Module):
         kernel = self.kernel[...].astype(self.dtype)
         padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0), (0, 0)))
         first, second, third = (
-            self._of_slices(padded[:, k : k + x.shape[1] : self.stride], kernel[k])
+            _of_slices(padded[:, k : k + x.shape[1] : self.stride], kernel[k], self.stride)
             for k in range(3)
         )
         return first + second + third
-
-    def _of_slices(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Each slice of ``x`` on its own."""
-        batch, depth, height, width, channels = x.shape
-        y = jax.lax.conv_general_dilated(
-            x.reshape(batch * depth, height, width, channels),
-            kernel,
-            (self.stride, self.stride),
-            ((1, 1), (1, 1)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-        return y.reshape(batch, depth, *y.shape[1:])
 
 
 class Upsample(nnx.Module):
@@ -88,8 +76,11 @@ class Upsample(nnx.Module):
         self.dtype = config.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        batch, depth, height, width, _ = x.shape
-        y = jnp.einsum("bdhwi,zyxio->bdzhywxo", x, self.kernel[...].astype(self.dtype))
+        batch, depth, height, width, inputs = x.shape
+        kernel = self.kernel[...].astype(self.dtype)
+        y = _of_slices(x, kernel.transpose(3, 0, 1, 2, 4).reshape(1, 1, inputs, -1))
+        y = y.reshape(batch, depth, height, width, 2, 2, 2, -1)
+        y = y.transpose(0, 1, 4, 2, 5, 3, 6, 7)
         return y.reshape(batch, 2 * depth, 2 * height, 2 * width, -1)
 
 
@@ -182,6 +173,20 @@ class UNet3D(nnx.Module):
                 x = up_block(up, upsample(x), skips.pop())
         with jax.named_scope("head"):
             return self.head(x)
+
+
+def _of_slices(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    """A convolution of each slice of ``x`` on its own, padded so that it keeps its size."""
+    batch, depth, height, width, channels = x.shape
+    around = kernel.shape[0] // 2
+    y = jax.lax.conv_general_dilated(
+        x.reshape(batch * depth, height, width, channels),
+        kernel,
+        (stride, stride),
+        ((around, around), (around, around)),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return y.reshape(batch, depth, *y.shape[1:])
 
 
 def _norm(config: UNet3DConfig, channels: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
