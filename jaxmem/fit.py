@@ -89,8 +89,8 @@ def fit(
             ``0`` never.
         host: argument leaves that live in pinned host memory, by their paths:
             ``"*.opt_state*"``, or several such patterns. Those of 1 MiB and more are fetched,
-            updated and sent back one after the other, beside each other's copies. They must be
-            donated.
+            updated and sent back one after the other, beside each other's copies. Those that are
+            updated must be donated.
         policy: what of the forward pass to save, offload and recompute for the backward pass, in
             the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
             value is followed as it is; the rules of ``policies.planned.override(...)`` bind the

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
-from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value
+from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.lending import lend
 from jaxmem.program.parts import Part, lined_up
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
@@ -91,7 +91,8 @@ def cut(program: Program, hosted: Iterable[int], bucket_bytes: int = 0) -> Cut:
 
     Args:
         program: the step.
-        hosted: numbers of argument leaves that are donated and come back as results.
+        hosted: numbers of argument leaves that are donated and come back as results, or are read
+            and stay as they are.
         bucket_bytes: leaves that are smaller are updated together, up to so many bytes.
 
     Raises:
@@ -144,13 +145,19 @@ class _Cutter:
 
     def _check_returned(self, hosted: frozenset[int]) -> None:
         program = self.program
-        consts = len(program.consts)
+        consts, inputs, outputs = len(program.consts), program.block.inputs, program.block.outputs
         back = {position - consts for position in program.places.values()}
+        fresh = {
+            kind_of_array(v)
+            for n, v in enumerate(outputs)
+            if n not in program.places and isinstance(v, Value) and v not in inputs
+        }
         lent = set(self.lent.values())
         for n in sorted(hosted - back):
-            leaf = program.arguments[n]
-            if not leaf.donated and program.block.inputs[consts + n] in lent:
-                continue  # Read, and left as it is.
+            leaf, value = program.arguments[n], inputs[consts + n]
+            # Read, and left as it is: by gradients, or by updates of others.
+            if not leaf.donated and (value in lent or kind_of_array(value) not in fresh):
+                continue
             fix = "" if leaf.donated else " It is not donated: see donate_argnums."
             raise CutError(
                 f"{program.name} cannot keep {leaf.path} in host memory: no result of that shape "

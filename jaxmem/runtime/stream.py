@@ -109,15 +109,13 @@ class Stream:
     def used_up(self) -> list[list[Value]]:
         """For each item the leaves in host memory that nothing needs after it."""
         lent, places = self.cut.lent, self.cut.program.places
-        borrowed = set(lent.values())
         inputs = self.cut.program.block.inputs
+        # What is not replaced was only read, and stays the caller's own.
         replaced = {inputs[places[n]] for n, _ in self.cut.hosted_results}
         last = {lent.get(v, v): n for n, item in enumerate(self.items) for v in item.part.fetched}
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
-            # What was lent and is not replaced stays the caller's own.
-            lasts = leaf in borrowed and leaf not in replaced
-            if leaf not in self.handed_back and not lasts:
+            if leaf in replaced and leaf not in self.handed_back:
                 found[number].append(leaf)
         return found
 

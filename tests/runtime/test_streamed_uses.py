@@ -131,6 +131,41 @@ def test_leaves_that_do_not_change_or_are_made_anew_stay_on_the_host():
     same(state, jax.jit(step)(fresh(), X)[0])
 
 
+@pytest.mark.parametrize("host", ["anchor*", ["anchor*", "state[1]*"], "*"])
+def test_leaves_that_only_updates_read_stay_as_they_are(host):
+    """Weights decay towards others, as in fine-tuning."""
+    optimizer_step = step_with(ADAM)
+
+    def step(state, anchor, x):
+        (params, *rest), loss = optimizer_step(state, x)
+        params = {name: w - 0.1 * (w - anchor[name]) for name, w in params.items()}
+        return (params, *rest), loss
+
+    def fresh():
+        anchor = {name: w + 1 for name, w in state_with(ADAM)[0].items()}
+        return state_with(ADAM), anchor, X
+
+    run = fitted(step, host=host, budget="30MiB")
+    state, anchor, x = run.place(*fresh())
+    assert kinds([w for w in anchor.values() if w.nbytes >= MIB]) == ["pinned_host"] * 3
+    expected = fresh()[0]
+    for _ in range(2):
+        state, loss = run(state, anchor, x)
+        expected, wanted = jax.jit(step)(expected, fresh()[1], X)
+        same((state, loss), (expected, wanted))
+    same(anchor, fresh()[1])
+
+
+def test_what_is_made_anew_and_not_donated_is_refused():
+    def step(moments, params, x):
+        state, loss = step_with(ADAM)((params, *moments), x)
+        return state[1:], state[0], loss
+
+    params, *moments = state_with(ADAM)
+    with pytest.raises(CutError, match=r"moments\[0\]\[0\].mu.*It is not donated"):
+        fitted(step, host="moments*", donate_argnums=1).plan(moments, params, X)
+
+
 # --- libraries ----------------------------------------------------------------------------------
 
 
