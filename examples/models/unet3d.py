@@ -56,11 +56,11 @@ class Conv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...].astype(self.dtype)
         padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0), (0, 0)))
-        first, second, third = (
-            _of_slices(padded[:, k : k + x.shape[1] : self.stride], kernel[k], self.stride)
-            for k in range(3)
-        )
-        return first + second + third
+        taps = (padded[:, k : k + x.shape[1] : self.stride] for k in range(3))
+        y = _of_slices(next(taps), kernel[0], self.stride)
+        for tap, weights in zip(taps, kernel[1:], strict=True):
+            y = y + _of_slices(tap, weights, self.stride)
+        return y
 
 
 class Upsample(nnx.Module):
