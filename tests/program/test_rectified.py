@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compute_on import compute_on
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.calling import Caller
@@ -32,7 +33,7 @@ def ops_of(program, name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_of_odd_numbers_it_is_the_same_to_the_bit(dtype):
     x = jnp.array(ODD, dtype)
-    step = lambda x, g: jax.vjp(jax.nn.relu, x)[1](g)  # noqa: E731
+    step = lambda x, g: jax.vjp(lambda x: jax.nn.relu(-x), x)[1](g)  # noqa: E731
     program = traced(step, x, x)
     (mask,), (made,) = ops_of(program, "gt"), ops_of(program, "max")
     assert mask.inputs[0] is made.outputs[0]
@@ -59,12 +60,41 @@ def test_of_odd_numbers_it_is_the_same_to_the_bit(dtype):
 )
 def test_other_comparisons_read_what_they_read(function):
     x = jnp.array(ODD)
-    program = traced(function, x)
+    program = traced(lambda x: function(-x), x)
     made = {v for name in ("max", "min") for op in ops_of(program, name) for v in op.outputs}
     compared = [op for name in ("gt", "ge", "lt") for op in ops_of(program, name)]
     assert compared
     assert not made.intersection(v for op in compared for v in op.values)
-    np.testing.assert_array_equal(outputs_of(program, x)[0], function(x))
+    np.testing.assert_array_equal(outputs_of(program, x)[0], function(-x))
+
+
+def test_an_argument_is_read_as_it_is():
+    """It is there in any case, and in host memory it would be fetched to be rectified."""
+    program = traced(lambda w: jax.grad(lambda w: jax.nn.relu(w).sum())(w), jnp.array(ODD))
+    (mask,) = ops_of(program, "gt")
+    assert mask.inputs[0] is program.block.inputs[0]
+
+
+def test_numbers_that_are_known_are_compared_as_they_are():
+    helper = jax.jit(lambda slope, x: jnp.where(slope > 0, slope * x, x), inline=False)
+    x = jnp.array(ODD)
+    program = traced(lambda x: helper(0.5, x) + helper(-0.5, x), x)
+    np.testing.assert_array_equal(outputs_of(program, x)[0], helper(0.5, x) + helper(-0.5, x))
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="compute_on is an operation of its own there"
+)
+def test_what_the_host_rectifies_is_not_read_on_the_device():
+    def step(x):
+        x = x + 1
+        with compute_on("device_host"):  # pyright: ignore
+            y = jnp.maximum(x, 0)
+        return y, jnp.where(x > 0, 1.0, 2.0)
+
+    (mask,) = ops_of(program := traced(step, jnp.array(ODD)), "gt")
+    (made,) = ops_of(program, "max")
+    assert mask.inputs[0] is made.inputs[0]
 
 
 def test_what_is_rectified_in_a_loop_is_not_read_outside_of_it():
