@@ -172,13 +172,23 @@ def test_results_take_the_place_of_the_argument_of_their_name():
     }
 
 
-@pytest.mark.parametrize("donate", [0, ()])
-def test_a_leaf_that_does_not_come_back_cannot_wait(donate):
+def test_a_leaf_that_is_donated_and_does_not_come_back_cannot_wait():
     def step(state, x):
         return {"m": state["m"].sum()}, x
 
-    program, _ = traced(step, {"m": jnp.zeros((WIDTH, WIDTH))}, X, donate=donate)
+    state = {"m": jnp.zeros((WIDTH, WIDTH))}
     with pytest.raises(CutError, match=r"state\['m'\].* no result of that shape"):
+        cut(traced(step, state, X)[0], [0])
+    # Not donated it is only read.
+    assert len(cut(traced(step, state, X, donate=())[0], [0]).parts) == 1
+
+
+def test_a_leaf_whose_successor_takes_no_place_cannot_wait():
+    def step(state, x):
+        return {"m": state["m"] + x.sum()}, x
+
+    program, _ = traced(step, {"m": jnp.zeros((WIDTH, WIDTH))}, X, donate=())
+    with pytest.raises(CutError, match=r"state\['m'\].* no result.* It is not donated"):
         cut(program, [0])
 
 
