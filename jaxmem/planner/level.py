@@ -277,11 +277,17 @@ class Level:
         Left alone, XLA puts off making it, and what it is made from stays alive: every weight
         gradient of an MLP was computed at the very end of the step, and the gradient of a U-Net's
         skip connection was cut out of three times its bytes only there. The barrier waits for it,
-        so that the order of the schedule is the order that is run.
+        so that the order of the schedule is the order that is run. What is larger than all that
+        this recomputation makes is left for one that makes more.
         """
         self._note(index)
         waiting, self.pending = self.pending, []
-        found = [self._as_read(v, index) for v in waiting if self._settled(v, index, made_again)]
+        found = []
+        for value in waiting:
+            if self._settled(value, index, made_again):
+                found.append(self._as_read(value, index))
+            elif value.nbytes > made_again and self.facts.read_until.get(value, -1) >= index:
+                self.pending.append(value)
         return list(dict.fromkeys(found))
 
     def _as_read(self, value: Value, index: int) -> Value:
