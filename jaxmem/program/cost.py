@@ -11,6 +11,7 @@ from jaxmem.program.collectives import Axes, Sent, sent, within
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
+from jaxmem.program.tiles import padding
 from jaxmem.program.trace import opened
 from jaxmem.program.work import moved, work_of
 
@@ -28,6 +29,7 @@ class Rates:
         h2d_bytes_per_second: host to device; 0 where nothing is moved.
         d2d_bytes_per_second: device to device, one direction; where it is 0, collectives count
             their traffic to device memory only.
+        tiled: whether it multiplies whole tiles, as a GPU's tensor cores do.
     """
 
     flops: Mapping[str, float]
@@ -35,6 +37,7 @@ class Rates:
     d2h_bytes_per_second: float = 0.0
     h2d_bytes_per_second: float = 0.0
     d2d_bytes_per_second: float = 0.0
+    tiled: bool = False
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
@@ -78,7 +81,8 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
     eqn = op.eqn
     work = work_of(eqn)
     if work is not None:
-        return rates.seconds(work.flops, work.dtype, work.nbytes)
+        flops = work.flops * padding(eqn) if rates.tiled else work.flops
+        return rates.seconds(flops, work.dtype, work.nbytes)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)
     blocks = opened(eqn)

@@ -35,6 +35,7 @@ def rates_of(target: Target) -> Rates:
         target.d2h_bytes_per_second,
         target.h2d_bytes_per_second,
         target.d2d_bytes_per_second,
+        tiled=target.platform == "gpu",
     )
 
 
