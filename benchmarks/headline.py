@@ -8,7 +8,8 @@ peak is that row's. First the step as it is written, in JAX; budgets are shares 
 peak of that. Then JAX's checkpoint policies on every block, the optimizer's state on the host in
 JAX alone, jaxmem inside each budget, and PyTorch: eager, every block compiled with
 ``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
-the optimizer on the CPU. Medians of several samples of a few steps each. A row that fails says why.
+the optimizer on the CPU. Medians of several samples of at least a second, in which steps
+are started ahead of the device as a training loop does. A row that fails says why.
 With ``--json`` rows that are in the file already are not run again.
 """
 
@@ -71,7 +72,6 @@ def measured(way: Way, options: argparse.Namespace, rows: dict[str, dict]) -> di
         "net": options.net,
         "size": options.size,
         "samples": options.samples,
-        "inner": options.inner,
         "limit": way.share,
     }
     if way.way == "jaxmem":
@@ -169,7 +169,6 @@ def main() -> int:
     parser.add_argument("--size", help="one of the net's SIZES; the headline one by default")
     parser.add_argument("--only", choices=["jax", "torch"])
     parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--inner", type=int, default=2, help="steps in a sample")
     parser.add_argument("--timeout", type=float, default=420, help="seconds for a row")
     parser.add_argument("--torch-python", default=sys.executable)
     parser.add_argument("--cache", default=str(Path(tempfile.gettempdir()) / "headline-cache"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import jaxmem
+from benchmarks.timing import timed
 from benchmarks.workloads.base import JaxWorkload
 from jaxmem.runtime.profile import profiled
 
@@ -43,7 +43,7 @@ STOCK: dict[str, Callable[[JaxWorkload], Any]] = {
 OPTIMIZER_OFFLOAD = "optimizer offload"
 
 
-def run(net: str, size: str, way: str, budget: int | None, samples: int, inner: int) -> dict:
+def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict:
     """Run one way and say what it took.
 
     Args:
@@ -51,8 +51,7 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int, inner: 
         size: one of its ``SIZES``.
         way: a key of :data:`STOCK`, :data:`OPTIMIZER_OFFLOAD` or ``"jaxmem"``.
         budget: bytes, for jaxmem.
-        samples: how often ``inner`` steps are timed together.
-        inner: steps in a sample.
+        samples: how many samples of steps are timed.
     """
     module = importlib.import_module(f"benchmarks.workloads.{net}")
     # Flash attention is cuDNN's; a dry run elsewhere spells it out.
@@ -68,30 +67,23 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int, inner: 
     told["prepare_seconds"] = time.perf_counter() - started
     state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
     state = place(state, batch)
-    seconds, losses = [], []
-    for n in range(samples + 1):
-        started = time.perf_counter()
-        for _ in range(inner):
-            state, loss = step(state, batch)
-            losses.append(loss)
-        jax.block_until_ready((state, loss))
-        if n:
-            seconds.append((time.perf_counter() - started) / inner)
+    held = {"state": state}
+    del state
+
+    def once() -> Any:
+        held["state"], loss = step(held["state"], batch)
+        return loss
+
+    seconds, losses = timed(once, lambda: jax.block_until_ready(held["state"]), samples)
     told |= {
-        "seconds": statistics.median(seconds),
-        "losses": [float(loss) for loss in losses],
+        "seconds": seconds,
+        "losses": losses,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        "items_per_second": work.items / statistics.median(seconds),
+        "items_per_second": work.items / seconds,
         "unit": work.unit,
     }
     if told["host_bytes"] and jax.default_backend() == "gpu":
-        held = {"state": state}
-
-        def again() -> Any:
-            held["state"], loss = step(held["state"], batch)
-            return held["state"], loss
-
-        told["profile"] = dataclasses.asdict(profiled(again))
+        told["profile"] = dataclasses.asdict(profiled(lambda: (once(), held["state"])))
     return told
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +19,12 @@ import torch._functorch.config
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.timing import timed
+
 WAYS = ("eager", "compile", "checkpoint", "compile + checkpoint", "save_on_cpu", "cpu optimizer")
 
 
-def run(net: str, size: str, way: str, share: float | None, samples: int, inner: int) -> dict:
+def run(net: str, size: str, way: str, share: float | None, samples: int) -> dict:
     """Run one way and say what it took.
 
     Args:
@@ -31,8 +32,7 @@ def run(net: str, size: str, way: str, share: float | None, samples: int, inner:
         size: one of its ``SIZES``.
         way: one of :data:`WAYS`.
         share: ``activation_memory_budget`` of ``"compile"``.
-        samples: how often ``inner`` steps are timed together.
-        inner: steps in a sample.
+        samples: how many samples of steps are timed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = importlib.import_module(f"benchmarks.workloads.{net}_torch")
@@ -57,21 +57,14 @@ def run(net: str, size: str, way: str, share: float | None, samples: int, inner:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    losses = [step()]  # compiles
+    first = step()  # compiles
     _wait(device)
     prepared = time.perf_counter() - started
-    seconds = []
-    for n in range(samples + 1):
-        started = time.perf_counter()
-        losses += [step() for _ in range(inner)]
-        _wait(device)
-        if n:
-            seconds.append((time.perf_counter() - started) / inner)
-    middle = statistics.median(seconds)
+    middle, losses = timed(step, lambda: _wait(device), samples)
     return {
         "prepare_seconds": prepared,
         "seconds": middle,
-        "losses": [float(loss) for loss in losses],
+        "losses": [float(first), *losses],
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
         "items_per_second": work.items / middle,
