@@ -8,6 +8,7 @@ from typing import Any, overload
 from jaxmem.fitted import Budget, FittedStep, Verify
 from jaxmem.planner.plan import Plan
 from jaxmem.policies import Policy
+from jaxmem.program.microbatches import Auto
 from jaxmem.runtime.progress import Report
 from jaxmem.targets.target import Target
 
@@ -24,7 +25,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
-    host: str | Sequence[str] | None = None,
+    host: str | Sequence[str] | Auto | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -41,7 +42,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
-    host: str | Sequence[str] | None = None,
+    host: str | Sequence[str] | Auto | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -57,7 +58,7 @@ def fit(
     progress: bool | Report | None = None,
     plan: Plan | None = None,
     host_budget: Budget = None,
-    host: str | Sequence[str] | None = None,
+    host: str | Sequence[str] | Auto | None = None,
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
@@ -90,7 +91,9 @@ def fit(
         host: argument leaves that live in pinned host memory, by their paths:
             ``"*.opt_state*"``, or several such patterns. Those of 1 MiB and more are fetched,
             updated and sent back one after the other, beside each other's copies. Those that are
-            updated must be donated.
+            updated must be donated. ``jaxmem.AUTO`` chooses: nothing, half or all of what only
+            updates read, or all that is updated, whichever is predicted to be quickest of what
+            fits; the plan's notes say what came of each.
         policy: what of the forward pass to save, offload and recompute for the backward pass, in
             the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
             value is followed as it is; the rules of ``policies.planned.override(...)`` bind the

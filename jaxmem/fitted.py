@@ -18,8 +18,8 @@ from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
-from jaxmem.program.microbatches import standing_for
-from jaxmem.runtime import following, microbatches, policed, rounds, streamed
+from jaxmem.program.microbatches import AUTO, Auto, standing_for
+from jaxmem.runtime import choosing, following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.bench import Bench, check_measure
 from jaxmem.runtime.bound import BoundStep, refuse_settings
@@ -54,7 +54,7 @@ class FittedStep:
         progress: bool | Report | None,
         plan: Plan | None = None,
         host_budget: Budget = None,
-        host: str | Sequence[str] | None = None,
+        host: str | Sequence[str] | Auto | None = None,
         policy: Policy | None = None,
         measure: bool = False,
         time_limit: float | None = None,
@@ -244,7 +244,7 @@ class FittedStep:
                 "Leave host_budget out to follow the plan, or plan again with it."
             )
 
-    def _streamed(self, traced: Traced, target: Target) -> streamed.Asked | None:
+    def _streamed(self, traced: Traced, target: Target) -> streamed.Asked | Auto | None:
         """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
         program = traced.program
         if self._given is not None and self._given.streamed is not None:
@@ -257,6 +257,8 @@ class FittedStep:
                 f"{program.name}: the number of microbatches is not chosen for a step with host= "
                 "yet. Give a number in place of jaxmem.AUTO."
             )
+        if isinstance(self._host, Auto):
+            return AUTO
         return streamed.asked_by(program, self._host, target, self._host_bytes(target))
 
     def _trace(self, call: Call) -> Traced:
@@ -279,12 +281,26 @@ class FittedStep:
             if bench is not None:
                 bench.check(traced.program)
             telling = progress(self._progress, f"planning {self._caller.name}")
+
+            def streaming(asked: streamed.Asked) -> Outcome:
+                return streamed.fit(
+                    traced.program, asked, compiler_of, target, budget_bytes, report
+                )
+
+            def one_program(host_bytes: int | None) -> Outcome:
+                compiler = compiler_of(traced.program)
+                return rounds.fit(
+                    compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench
+                )
+
             with telling as report, tracing_for(target):
-                asked = self._streamed(traced, target)
-                if asked is not None:
-                    outcome = streamed.fit(
-                        traced.program, asked, compiler_of, target, budget_bytes, report
+                asked, host_bytes = self._streamed(traced, target), self._host_bytes(target)
+                if isinstance(asked, Auto):
+                    outcome = choosing.fit(
+                        traced.program, one_program, streaming, target, host_bytes
                     )
+                elif asked is not None:
+                    outcome = streaming(asked)
                 elif self._given is not None:
                     self._check_host(self._given, target)
                     compiler = compiler_of(traced.program)
@@ -297,17 +313,11 @@ class FittedStep:
                         compiler_of(traced.program),
                         budget_bytes,
                         report,
-                        host_bytes=self._host_bytes(target),
+                        host_bytes=host_bytes,
                         bench=bench,
                     )
                 else:
-                    outcome = rounds.fit(
-                        compiler_of(traced.program),
-                        budget_bytes,
-                        report,
-                        host_bytes=self._host_bytes(target),
-                        bench=bench,
-                    )
+                    outcome = one_program(host_bytes)
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
 

@@ -18,6 +18,7 @@ from jaxmem.planner.simulate import Simulator
 from jaxmem.policies.selector import nearest
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program, aval_bytes
+from jaxmem.program.microbatches import AUTO, Auto
 from jaxmem.runtime import following, rounds
 from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
@@ -49,9 +50,9 @@ _ROUNDS = 4
 
 
 def check_patterns(
-    host: str | Sequence[str] | None, plan: Plan | None, measure: bool
-) -> tuple[str, ...]:
-    """The patterns of ``host=``, checked as far as they can be without a step.
+    host: str | Sequence[str] | Auto | None, plan: Plan | None, measure: bool
+) -> tuple[str, ...] | Auto:
+    """The patterns of ``host=``, checked as far as they can be without a step; ``AUTO`` as it is.
 
     Raises:
         ArgumentError: it is of another kind, or there is a plan already.
@@ -63,9 +64,10 @@ def check_patterns(
         return ()
     patterns = (host,) if isinstance(host, str) else host
     whole = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
-    if not whole or not patterns:
+    if host is not AUTO and (not whole or not patterns):
         raise ArgumentError(
-            f'host is {host!r}: it takes patterns of argument paths, such as host="*.opt_state*".'
+            f"host is {host!r}: it takes patterns of argument paths, such as "
+            'host="*.opt_state*", or jaxmem.AUTO.'
         )
     if plan is not None:
         raise ArgumentError(
@@ -76,7 +78,7 @@ def check_patterns(
             "fit(host=..., measure=True): programs of a step that streams are not timed yet. "
             "Leave one of them out."
         )
-    return tuple(patterns)
+    return AUTO if isinstance(patterns, Auto) else tuple(patterns)
 
 
 def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], list[int]]:
