@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.program.ir import Atom, Op, Value
+from jaxmem.program.passing import read_in_passing
 from jaxmem.program.primitives import Kind, kind_of
 
 # A fused kernel takes a limited number of operands; past that XLA writes a buffer.
@@ -43,6 +44,7 @@ class Fusion:
         parts: for values that are computed from parts of buffers, the bytes read of each buffer.
         spared: the buffers that each operation reads in another order than it writes, by position:
             its results cannot take their place.
+        passed: for reductions, the buffers that a kernel they are part of reads or makes anyway.
     """
 
     roots: dict[Value, tuple[Value, ...]]
@@ -50,6 +52,7 @@ class Fusion:
     made: tuple[tuple[Value, ...], ...]
     spared: tuple[tuple[Value, ...], ...]
     parts: dict[Value, dict[Value, int]] = field(default_factory=dict)
+    passed: dict[Op, frozenset[Value]] = field(default_factory=dict)
 
     def is_buffer(self, value: Value) -> bool:
         """Whether ``value`` has bytes of its own."""
@@ -59,10 +62,12 @@ class Fusion:
     def moved_bytes(self, op: Op) -> int:
         """Bytes that ``op`` reads of the buffers behind its operands, and writes."""
         written = sum([v.nbytes for v in op.outputs])
+        passed = self.passed.get(op, frozenset())
         parts = _parts(op, self.roots, self.parts)
         if parts is not None:
-            return written + sum(parts.values())
-        return written + sum([r.nbytes for r in {r for v in op.values for r in self.roots[v]}])
+            return written + sum([n for root, n in parts.items() if root not in passed])
+        read = {r for v in op.values for r in self.roots[v]}
+        return written + sum([r.nbytes for r in read - passed])
 
 
 def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
@@ -104,7 +109,8 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
         spared.append(away)
         if away:
             moved.update((v, away) for v in op.outputs if v not in written)
-    return Fusion(roots, kinds, tuple(made), tuple(spared), parts)
+    passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
+    return Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed)
 
 
 def _moved(
