@@ -8,8 +8,8 @@ peak is that row's. First the step as it is written, in JAX; budgets are shares 
 peak of that. Then JAX's checkpoint policies on every block, the optimizer's state on the host in
 JAX alone, jaxmem inside each budget, and PyTorch: eager, every block compiled with
 ``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
-the optimizer on the CPU. Medians of several samples of at least a second, in which steps
-are started ahead of the device as a training loop does. A row that fails says why.
+the optimizer on the CPU. Medians of several samples of about a second, in which steps are
+started ahead of the device as a training loop does. A row that fails says why.
 With ``--json`` rows that are in the file already are not run again.
 """
 

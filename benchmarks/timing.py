@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Their losses are compared; they warm up as well.
+# Steps before anything is timed; their losses are compared.
 FIRST_STEPS = 12
-# A sample lasts at least so long. A loop starts steps ahead of the device: with two in a sample,
+# A sample lasts about so long. A loop starts steps ahead of the device: with two in a sample,
 # Python's share of the first is a tenth of it where a state has a thousand leaves.
 SAMPLE_SECONDS = 1.0
+_FEW_STEPS = 2
 
 
 def timed(step: Callable[[], Any], wait: Callable[[], None], samples: int) -> tuple[float, list]:
@@ -24,17 +25,17 @@ def timed(step: Callable[[], Any], wait: Callable[[], None], samples: int) -> tu
         samples: how many samples are taken, each of as many steps as take a second, all started
             before any is waited for.
     """
-    losses = [step() for _ in range(FIRST_STEPS - 1)]
+    losses = [step() for _ in range(FIRST_STEPS)]
     wait()
-    started = time.perf_counter()
-    losses.append(step())
-    wait()
-    inner = math.ceil(SAMPLE_SECONDS / (time.perf_counter() - started))
-    seconds = []
-    for _ in range(samples):
+
+    def together(steps: int) -> float:
         started = time.perf_counter()
-        for _ in range(inner):
+        for _ in range(steps):
             step()
         wait()
-        seconds.append((time.perf_counter() - started) / inner)
+        return (time.perf_counter() - started) / steps
+
+    few = together(_FEW_STEPS)
+    inner = max(_FEW_STEPS, math.ceil(SAMPLE_SECONDS / few))
+    seconds = [together(inner) for _ in range(samples)]
     return statistics.median(seconds), [float(loss) for loss in losses]

@@ -91,9 +91,9 @@ def fit(
         host: argument leaves that live in pinned host memory, by their paths:
             ``"*.opt_state*"``, or several such patterns. Those of 1 MiB and more are fetched,
             updated and sent back one after the other, beside each other's copies. Those that are
-            updated must be donated. ``jaxmem.AUTO`` chooses: nothing, half or all of what only
-            updates read, or all that is updated, whichever is predicted to be quickest of what
-            fits; the plan's notes say what came of each.
+            updated must be donated. ``jaxmem.AUTO`` chooses: none, half or all of those that only
+            updates read, or all that are updated, whichever is predicted to be quickest of what
+            fits; the plan's notes say what came of each. What is only read has to be named.
         policy: what of the forward pass to save, offload and recompute for the backward pass, in
             the bodies of loops too: a policy of ``jaxmem.policies``. One that decides about every
             value is followed as it is; the rules of ``policies.planned.override(...)`` bind the

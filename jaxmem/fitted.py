@@ -296,8 +296,9 @@ class FittedStep:
             with telling as report, tracing_for(target):
                 asked, host_bytes = self._streamed(traced, target), self._host_bytes(target)
                 if isinstance(asked, Auto):
+                    here = functools.partial(one_program, host_bytes)
                     outcome = choosing.fit(
-                        traced.program, one_program, streaming, target, host_bytes
+                        traced.program, here, streaming, target, host_bytes, deadline
                     )
                 elif asked is not None:
                     outcome = streaming(asked)

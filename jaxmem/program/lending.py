@@ -17,7 +17,7 @@ from jaxmem.program.primitives import Kind, inner_jaxprs, kind_of
 
 # A matrix product in the update of a leaf (Muon) decides about the leaf itself, its moments and its
 # average; what decides about more than this is no update.
-_OF_ONE_LEAF = 4
+OF_ONE_LEAF = 4
 _PRODUCTS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general dot_product_attention_fwd_wrapper "
     "dot_product_attention_bwd_wrapper pallas_call custom_partitioning".split()
@@ -118,7 +118,7 @@ def _followed(program: Program) -> tuple[set[Op], set[Op]]:
             through_work[v] = through_work.get(v, 0) | hard
         if hard:
             worked.add(op)
-        if (hard >> 1).bit_count() > _OF_ONE_LEAF:
+        if (hard >> 1).bit_count() > OF_ONE_LEAF:
             shared.add(op)
     return worked, shared
 

@@ -26,8 +26,10 @@ def padding(eqn) -> float:
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
     if groups > 1 or not math.prod(kernel):
         return 1.0  # Kernels of their own.
-    if taken < _FEW:
-        taken *= math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+    taps = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+    places = math.prod(eqn.outvars[0].aval.shape[d] for d in numbers.out_spec[2:])
+    if taken < _FEW or taps > places:
+        taken *= taps  # More taps than places: the gradient of a kernel, summed over all places.
     return _filled(made, _OUT) * _filled(taken, _IN)
 
 

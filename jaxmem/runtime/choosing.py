@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, JaxmemError
+from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, JaxmemError, PolicyError
+from jaxmem.planner.deadline import Deadline
+from jaxmem.planner.plan import Plan
 from jaxmem.program.ir import Program
-from jaxmem.program.lending import lend
+from jaxmem.program.lending import OF_ONE_LEAF, lend
 from jaxmem.runtime.streamed import FEWEST_BYTES, Asked
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes, format_seconds
-
-_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -41,60 +41,81 @@ def ways(program: Program) -> list[Way]:
     updated = {position - consts for position in program.places.values() if position >= consts}
     large = sorted((n for n in updated if sizes[n] >= FEWEST_BYTES), key=lambda n: (-sizes[n], n))
     read = {program.block.inputs.index(v) - consts for v in lend(program, large).leaves.values()}
-    waiting = [n for n in large if n not in read]
-    found: dict[tuple[int, ...], str] = {}
+    # With so few results, what all gradients depend on looks like what one update does.
+    few = len(updated) <= OF_ONE_LEAF
+    waiting = [] if few else [n for n in large if n not in read]
+    named: dict[tuple[int, ...], str] = {}
     for what, leaves in (
         ("half of what only updates read", waiting[::2]),
         ("what only updates read", waiting),
         ("all that is updated", large),
     ):
         if leaves:
-            found.setdefault(tuple(sorted(leaves)), what)
-    return [Way(what, leaves, sum(sizes[n] for n in leaves)) for leaves, what in found.items()]
+            named[tuple(sorted(leaves))] = what
+    found = [Way(what, leaves, sum(sizes[n] for n in leaves)) for leaves, what in named.items()]
+    return sorted(found, key=lambda way: way.nbytes)
 
 
 def fit(
     program: Program,
-    plain: Callable[[int | None], Outcome],
+    one_program: Callable[[], Outcome],
     streaming: Callable[[Asked], Outcome],
     target: Target,
     host_bytes: int | None,
+    deadline: Deadline,
 ) -> Outcome:
-    """The quickest of what fits: the step in one program, or with leaves that wait on the host.
+    """The quickest of what fits: the step as it is without ``host=``, or with leaves that wait.
 
     Args:
         program: the step.
-        plain: fits it in one program, given the host memory that may be used for each device.
+        one_program: fits it as it is without ``host=``.
         streaming: fits it with leaves that wait.
         target: what it is compiled for.
         host_bytes: host memory for each device; ``None`` for what there is.
+        deadline: when it is over and something fits, nothing else is tried.
 
     Raises:
-        BudgetInfeasibleError: nothing fits; of all that was tried the smallest budget.
+        JaxmemError: nothing fits; as it is without ``host=``, with what came of the others.
     """
     tried = _Tried()
-    tried.attempt(_NOTHING, lambda: plain(host_bytes or 0))
+    tried.attempt("one program", one_program)
+    possible = ways(program)
     if program.sharded or target.platform == "cpu":
         why = "arrays are split over devices" if program.sharded else "a CPU has one memory"
-        tried.said.append(f"no other was tried: {why}")
-    else:
-        slower = min(target.d2h_bytes_per_second, target.h2d_bytes_per_second)
-        for way in ways(program):
-            if tried.recomputes_nothing:
-                break
-            seconds = way.nbytes / slower
-            if tried.best is not None and seconds >= tried.best.plan.predicted_seconds:
-                tried.said.append(f"{way.what}: {format_seconds(seconds)} of copies alone")
-                continue
-            tried.attempt(way.what, lambda way=way: streaming(Asked(way.leaves, (), host_bytes)))
-    if tried.best is None and host_bytes is None:
-        # Values that cross from forward to backward may wait as well, within one program.
-        tried.attempt("what one program can move by itself", lambda: plain(None))
+        tried.said.append(f"no leaves were streamed, as {why}")
+        possible = []
+    elif not possible:
+        least = format_bytes(FEWEST_BYTES)
+        tried.said.append(
+            f"no argument of {least} and more is donated and updated: host= may name those that "
+            "are only read"
+        )
+    rate = min(target.d2h_bytes_per_second, target.h2d_bytes_per_second)
+    for way in possible:
+        if tried.nothing_to_win:
+            break
+        if tried.best is not None and deadline.ran_out:
+            tried.said.append(f"{way.what} on the host: not tried, the time limit is over")
+            continue
+        copies = way.nbytes / rate if rate else 0.0
+        if tried.best is not None and copies >= tried.best.plan.predicted_seconds:
+            told = f"{way.what} on the host: copies alone {format_seconds(copies)}"
+            tried.said.append(told)
+            continue
+        asked = Asked(hosted=way.leaves, host_bytes=host_bytes)
+        tried.attempt(f"{way.what} on the host", lambda asked=asked: streaming(asked))
     return tried.outcome()
 
 
 class _Tried:
-    """What came of each way."""
+    """What came of each way.
+
+    Attributes:
+        best: the quickest, on paper.
+        chosen: which way that is.
+        said: what came of each, in words.
+        errors: of those that do not fit.
+    """
 
     def __init__(self) -> None:
         self.best: Outcome | None = None
@@ -103,42 +124,65 @@ class _Tried:
         self.errors: list[JaxmemError] = []
 
     @property
-    def recomputes_nothing(self) -> bool:
-        """Whether the best is as quick as the step as written: there is nothing to win."""
-        plan = self.best and self.best.plan
-        return plan is not None and plan.predicted_seconds <= plan.keep_all_seconds
+    def nothing_to_win(self) -> bool:
+        """Whether the best is as quick as the step as written, and moves nothing."""
+        if self.best is None or self.best.plan.host_bytes:
+            return False
+        return self.best.plan.predicted_seconds <= self.best.plan.keep_all_seconds
 
-    def attempt(self, what: str, fit: Callable[[], Outcome]) -> None:
+    def attempt(self, what: str, fitting: Callable[[], Outcome]) -> None:
         try:
-            found = fit()
+            found = fitting()
         except BudgetInfeasibleError as error:
             self.errors.append(error)
-            self.said.append(f"{what}: at least {format_bytes(error.smallest_bytes)}")
-        except (BudgetError, CutError) as error:
+            self.said.append(f"{what}: {format_bytes(error.smallest_bytes)} or more")
+        except (BudgetError, CutError, PolicyError) as error:
             self.errors.append(error)
-            self.said.append(f"{what}: {str(error).splitlines()[0]}")
+            self.said.append(f"{what}: {_cause(error)}")
         else:
-            seconds = found.plan.predicted_seconds
-            self.said.append(f"{what}: {format_seconds(seconds)}")
-            if self.best is None or seconds < self.best.plan.predicted_seconds:
+            self.said.append(f"{what}: {_moved(found.plan)}{_seconds(found.plan)}")
+            if self.best is None or _seconds_of(found) < _seconds_of(self.best):
                 self.best, self.chosen = found, what
 
     def outcome(self) -> Outcome:
         if self.best is None:
-            raise self._least()
-        plan, others = self.best.plan, "; ".join(self.said)
-        note = f"host=AUTO: {self.chosen} waits in host memory. Of what was tried, {others}"
+            raise self._error()
+        plan, compared = self.best.plan, "; ".join(self.said)
+        note = f"host=AUTO took {self.chosen}; predicted were {compared}"
         return replace(self.best, plan=replace(plan, notes=(*plan.notes, note)))
 
-    def _least(self) -> JaxmemError:
-        """The error that names the smallest budget, with what came of the others."""
-        infeasible = [e for e in self.errors if isinstance(e, BudgetInfeasibleError)]
-        if not infeasible:
-            return self.errors[0]
-        least, said = min(infeasible, key=lambda error: error.smallest_bytes), "; ".join(self.said)
+    def _error(self) -> JaxmemError:
+        """The error without ``host=``, whose budget was compiled, with what came of the others.
+
+        Of a step that streams, the smallest budget is that of one of its parts.
+        """
+        first = self.errors[0]
+        if not isinstance(first, BudgetInfeasibleError):
+            return first
+        compared = "; ".join(self.said)
         return BudgetInfeasibleError(
-            f"{least}\n  host=jaxmem.AUTO tried to keep in host memory {said}.",
-            budget_bytes=least.budget_bytes,
-            smallest_bytes=least.smallest_bytes,
-            holders=least.holders,
+            f"{first}\n  host=jaxmem.AUTO compared: {compared}.",
+            budget_bytes=first.budget_bytes,
+            smallest_bytes=first.smallest_bytes,
+            holders=first.holders,
         )
+
+
+def _seconds_of(found: Outcome) -> float:
+    return found.plan.predicted_seconds
+
+
+def _seconds(plan: Plan) -> str:
+    return format_seconds(plan.predicted_seconds)
+
+
+def _moved(plan: Plan) -> str:
+    """What one program moves by itself, in words."""
+    if plan.streamed is not None or not plan.host_bytes:
+        return ""
+    return f"{format_bytes(plan.host_bytes)} moved within it, "
+
+
+def _cause(error: JaxmemError) -> str:
+    """The first sentence: what follows is advice for patterns that nobody gave."""
+    return str(error).splitlines()[0].split(". ")[0].rstrip(".")

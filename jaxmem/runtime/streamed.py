@@ -272,7 +272,7 @@ def _first(
         if asked.plan is None:
             found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
         else:
-            plan = replace(asked.plan, hosted=(), streamed=None)
+            plan = replace(asked.plan, hosted=(), streamed=None, host_bytes=0)
             found = following.follow(compiler, plan, budget_bytes + more, report)
     except BudgetInfeasibleError as error:
         if not more:

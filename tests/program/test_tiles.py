@@ -56,6 +56,16 @@ def test_a_grouped_convolution_is_not_a_product_of_tiles():
     assert found and all(p == 1.0 for p in found)
 
 
+@pytest.mark.parametrize("batch", [2, 15, 16, 24])
+def test_the_gradient_of_a_kernel_is_a_sum_over_all_places_whatever_the_batch(batch):
+    conv, (_, kernel) = convolution(32, 128)
+    gradient = jax.make_jaxpr(jax.grad(lambda x, k: conv(x, k).sum(), 1))(
+        jnp.ones((batch, 8, 8, 32)), kernel
+    )
+    *_, last = [e for e in gradient.eqns if "conv" in e.primitive.name]
+    assert padding(last) == 1.0
+
+
 def test_an_empty_convolution_and_other_operations_have_no_tiles():
     conv, (x, kernel) = convolution(32, 128)
     assert padded(conv, x, kernel[..., :0]) == 1.0
