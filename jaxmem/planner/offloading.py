@@ -17,6 +17,7 @@ from jaxmem.planner.transfers import FEWEST_MOVED
 from jaxmem.program.ir import Program
 from jaxmem.program.loops import is_backward
 
+_LOOPS = frozenset(["scan", "while"])
 _WHY = "values moved to host memory one by one, as long as that saves time"
 
 Evaluate = Callable[[KeptSets, Keep], Solution]
@@ -117,14 +118,15 @@ def hostable(program: Program) -> list[int]:
     need to be on the device only while they are updated. What the forward and the backward pass
     read as well, master weights and parameters, is fetched for each of them. The largest are first
     of either kind.
+
+    What a loop gives back stays on the device, as in a loop over whole train steps: XLA:GPU keeps
+    it in host memory through the loop then, and fails ("doesn't have correct host memory space").
     """
     ops = program.block.ops
+    of_loops = {v for op in ops if op.name in _LOOPS for v in op.outputs}
     last = max((index for index, op in enumerate(ops) if is_backward(op)), default=-1)
     read = {value for op in ops[: last + 1] for value in op.values}
     inputs, first = program.block.inputs, len(program.consts)
-    found = [
-        position - first
-        for position in set(program.places.values())
-        if position >= first and inputs[position].nbytes >= FEWEST_MOVED
-    ]
+    placed = {p for n, p in program.places.items() if program.block.outputs[n] not in of_loops}
+    found = [p - first for p in placed if p >= first and inputs[p].nbytes >= FEWEST_MOVED]
     return sorted(found, key=lambda n: (inputs[first + n] in read, -inputs[first + n].nbytes, n))

@@ -265,3 +265,18 @@ def test_nothing_is_offloaded_inside_a_scan_that_xla_cannot_compile_so():
     away = policies.nothing.override(policies.offload("in"))
     with pytest.raises(jaxmem.JaxmemError, match="inside a scan with unroll=2"):
         jaxmem.plan(unrolled_scan, *args, budget="64MiB", policy=away, **options)
+
+
+def test_what_a_loop_over_steps_gives_back_stays_on_the_device():
+    """XLA:GPU fails with an internal error where the loop's result goes straight to the host."""
+
+    def steps(state, x):
+        return jax.lax.scan(lambda state, _: step(state, x), state, None, length=2)
+
+    state = 2 * (2 * [jax.ShapeDtypeStruct((512, 512), jnp.float32)],)
+    options = {"target": "h200", "donate_argnums": 0, "progress": False}
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as told:
+        jaxmem.plan(steps, state, jnp.ones((ROWS, 512)), budget="4MiB", **options)
+    smallest = told.value.smallest_bytes
+    plan = jaxmem.plan(steps, state, jnp.ones((ROWS, 512)), budget=smallest, **options)
+    assert not plan.hosted and plan.compiled_bytes <= smallest
