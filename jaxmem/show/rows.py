@@ -278,6 +278,8 @@ def _plan_verdict(plan: Plan) -> tuple[str, str]:
     again = sum(d.recomputed for d in plan.decisions)
     if again:
         words = f"recomputes {again} of {values} values, {_time_change(plan)}"
+    elif plan.solver == "keep-all" and plan.streamed is not None:
+        words = f"recomputes nothing, {_time_change(plan)}"
     elif plan.solver == "keep-all":
         words = "unchanged: keep-all fits"
     else:
@@ -285,12 +287,12 @@ def _plan_verdict(plan: Plan) -> tuple[str, str]:
     if plan.microbatches > 1:
         rest = words if again else f"nothing recomputed, {_time_change(plan)}"
         words = f"{plan.microbatches} microbatches, {rest}"
+    changed = again or plan.microbatches > 1 or plan.streamed is not None
     over = plan.compiled_bytes - plan.budget_bytes
     if over > 0:
-        told = again or plan.microbatches > 1
-        words = f"over budget: {words}" if told else "over budget"
+        words = f"over budget: {words}" if changed else "over budget"
         return f"{words} ({format_bytes(over)} too much)", "bad"
-    return words, "changed" if again or plan.microbatches > 1 else "good"
+    return words, "changed" if changed else "good"
 
 
 def _solver(plan: Plan) -> str:

@@ -53,6 +53,11 @@ def test_clean_examples(text, shown):
     [
         ({}, "recomputes 18 of 42 values, +6.1% predicted time (106ms a step)", "changed"),
         ({"solver": "keep-all", "decisions": ()}, "unchanged: keep-all fits", "good"),
+        (
+            {"solver": "keep-all", "decisions": (), "streamed": Streamed(1, 4, 1, GIB, GIB, MIB)},
+            "recomputes nothing, +6.1% predicted time (106ms a step)",
+            "changed",
+        ),
         ({"decisions": (decision(),)}, "recomputes none of 16 values", "good"),
         (
             {"predicted_seconds": 0.09},
