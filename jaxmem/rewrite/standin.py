@@ -15,6 +15,8 @@ from jax.extend import core as jex
 
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import inner_jaxprs
+from jaxmem.targets.compiling import runs_here
+from jaxmem.targets.target import Target
 
 _CALLBACKS = frozenset(["debug_callback", "debug_print", "io_callback", "pure_callback"])
 
@@ -24,6 +26,13 @@ def has_callbacks(block: Block) -> bool:
     return any(
         _holds(op.eqn) if op.loop is None else has_callbacks(op.loop.body) for op in block.ops
     )
+
+
+def compilable(block: Block, target: Target | None) -> Block:
+    """``block``, without its callbacks where the target is not here; ``None`` is this machine."""
+    if target is None or not has_callbacks(block) or runs_here(target):
+        return block
+    return without_callbacks(block)
 
 
 def without_callbacks(block: Block) -> Block:

@@ -13,7 +13,7 @@ from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
-from jaxmem.rewrite.standin import has_callbacks, without_callbacks
+from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
 from jaxmem.targets.compiling import (
     Compiled,
@@ -115,7 +115,7 @@ class Compiler:
             block, hosting = self.block(solution), self.hosting(solution)
             self._compiled[key] = compile_for(
                 self.target,
-                as_function(without_callbacks(block) if self.mute else block),
+                as_function(compilable(block, self.target)),
                 self.program.avals(hosting),
                 donate=self.program.donated,
                 out_shardings=self.program.out_shardings(hosting),

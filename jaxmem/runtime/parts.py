@@ -14,6 +14,7 @@ from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Value
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.standin import compilable
 from jaxmem.targets.compiling import Compiled, CompiledMemory, compile_for
 from jaxmem.targets.target import Target
 
@@ -29,7 +30,7 @@ def compile_parts(
         if form not in known:
             known[form] = compile_for(
                 target,
-                as_function(part.block),
+                as_function(compilable(part.block, target)),
                 [
                     jax.ShapeDtypeStruct(
                         v.aval.shape,

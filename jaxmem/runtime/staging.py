@@ -13,6 +13,7 @@ from jaxmem.program.ir import Block, Value, has_transfers
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.staged import Staged, can_be_staged, ready_at, staged
+from jaxmem.rewrite.standin import compilable
 from jaxmem.runtime import verify
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.parts import Need, compile_parts, needs
@@ -234,7 +235,7 @@ def _compiled(
     program = pieces.cut.first
     first = compile_for(
         target,
-        as_function(program.block),
+        as_function(compilable(program.block, target)),
         program.avals(),
         donate=program.donated,
         options=options,

@@ -240,3 +240,26 @@ def test_an_error_that_more_room_does_not_mend_does_not_ask_for_room(monkeypatch
     with pytest.raises(StepInterruptedError, match="Mend that") as raised:
         run(state, X)
     assert "Make room" not in str(raised.value)
+
+
+def test_stages_with_a_callback_are_planned_for_an_absent_gpu():
+    """They are compiled there without, and run here with it."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = y + jnp.tanh(y @ w)
+            return (y**2).mean() * told(jax.lax.stop_gradient(y).mean())
+
+        def told(mean):
+            return jax.pure_callback(lambda a: a + 1, jax.ShapeDtypeStruct((), mean.dtype), mean)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    params = [0.05 * jax.random.normal(jax.random.key(n), (512, 512)) for n in range(6)]
+    found = fitted(step, host="params*")
+    expected = jax.jit(step)(params, X)
+    same(found([jnp.copy(w) for w in params], X), expected)
+    assert len(found.plan(params, X).hosted) == 6
