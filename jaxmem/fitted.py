@@ -21,6 +21,7 @@ from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
 from jaxmem.runtime import choosing, following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns
 from jaxmem.runtime.bench import Bench, check_measure
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
@@ -88,7 +89,7 @@ class FittedStep:
         self._policy, self._measure, self._time_limit = policy, measure, time_limit
         check_budget(budget)
         check_host_budget(host_budget)
-        self._host_budget, self._host = host_budget, streamed.check_patterns(host, plan, measure)
+        self._host_budget, self._host = host_budget, check_patterns(host, plan, measure)
         if target is not None:
             Target.resolve(target)
         self._traced: dict[Hashable, Traced] = {}
@@ -244,12 +245,12 @@ class FittedStep:
                 "Leave host_budget out to follow the plan, or plan again with it."
             )
 
-    def _streamed(self, traced: Traced, target: Target) -> streamed.Asked | Auto | None:
+    def _streamed(self, traced: Traced, target: Target) -> Asked | Auto | None:
         """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
         program = traced.program
         if self._given is not None and self._given.streamed is not None:
             self._check_host(self._given, target)
-            return streamed.planned(program, self._given)
+            return asked_by_plan(program, self._given)
         if not self._host:
             return None
         if traced.automatic:
@@ -259,7 +260,7 @@ class FittedStep:
             )
         if isinstance(self._host, Auto):
             return AUTO
-        return streamed.asked_by(program, self._host, target, self._host_bytes(target))
+        return asked_by(program, self._host, target, self._host_bytes(target))
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
@@ -282,7 +283,7 @@ class FittedStep:
                 bench.check(traced.program)
             telling = progress(self._progress, f"planning {self._caller.name}")
 
-            def streaming(asked: streamed.Asked) -> Outcome:
+            def streaming(asked: Asked) -> Outcome:
                 return streamed.fit(
                     traced.program, asked, compiler_of, target, budget_bytes, report
                 )

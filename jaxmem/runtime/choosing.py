@@ -10,7 +10,7 @@ from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.plan import Plan
 from jaxmem.program.ir import Program
 from jaxmem.program.lending import OF_ONE_LEAF, lend
-from jaxmem.runtime.streamed import FEWEST_BYTES, Asked
+from jaxmem.runtime.asked import FEWEST_BYTES, Asked
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes, format_seconds

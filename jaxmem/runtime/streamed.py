@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxmem.errors import (
     ArgumentError,
     BudgetError,
     BudgetInfeasibleError,
     CutError,
-    PlanMismatchError,
 )
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
-from jaxmem.policies.selector import nearest
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program, aval_bytes
-from jaxmem.program.microbatches import AUTO, Auto
 from jaxmem.runtime import following, rounds
+from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
 from jaxmem.runtime.parts import Need
@@ -30,8 +27,6 @@ from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_budget, format_bytes
 
-# Leaves that are smaller stay on the device: each copy takes as long as 2 MiB do.
-FEWEST_BYTES = 2**20
 # What is fetched together: in 48 MiB at a time an H200's link gave 47.7 GB/s each way, in 192 MiB
 # 48.5, in 768 MiB 46.2 and in 12 MiB 29. Of small budgets, this share.
 _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
@@ -47,135 +42,6 @@ _ROUNDED_SHARE, _ROUNDED_BYTES = 128, 2**16
 _LENT_SHARE = 4
 # How often they are planned again where their stages turn out to take more.
 _ROUNDS = 4
-
-
-def check_patterns(
-    host: str | Sequence[str] | Auto | None, plan: Plan | None, measure: bool
-) -> tuple[str, ...] | Auto:
-    """The patterns of ``host=``, checked as far as they can be without a step; ``AUTO`` as it is.
-
-    Raises:
-        ArgumentError: it is of another kind, or there is a plan already.
-
-    >>> check_patterns("*.opt_state*", None, False)
-    ('*.opt_state*',)
-    """
-    if host is None:
-        return ()
-    patterns = (host,) if isinstance(host, str) else host
-    whole = isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns)
-    if host is not AUTO and (not whole or not patterns):
-        raise ArgumentError(
-            f"host is {host!r}: it takes patterns of argument paths, such as "
-            'host="*.opt_state*", or jaxmem.AUTO.'
-        )
-    if plan is not None:
-        raise ArgumentError(
-            "fit(plan=..., host=...): a plan has decided already. Leave one of them out."
-        )
-    if measure:
-        raise ArgumentError(
-            "fit(host=..., measure=True): programs of a step that streams are not timed yet. "
-            "Leave one of them out."
-        )
-    return AUTO if isinstance(patterns, Auto) else tuple(patterns)
-
-
-def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], list[int]]:
-    """The argument leaves whose paths match, and of these the ones that are too small to move.
-
-    Raises:
-        ArgumentError: a pattern matches nothing, or only what is too small.
-    """
-    paths = [leaf.path for leaf in program.arguments]
-    found: dict[int, None] = {}
-    for pattern in patterns:
-        matches = [n for n, path in enumerate(paths) if fnmatch.fnmatchcase(path, _glob(pattern))]
-        if not matches:
-            first = len(program.consts)
-            large = [
-                path
-                for path, v in zip(paths, program.block.inputs[first:], strict=True)
-                if v.nbytes >= FEWEST_BYTES
-            ] or paths
-            near = ", ".join(nearest(pattern, large)) or ", ".join(large[:5])
-            raise ArgumentError(
-                f"host={pattern!r} matches no argument of {program.name}. There are {len(paths)}, "
-                f"for instance {near}. A pattern matches a whole path; * stands for anything."
-            )
-        found.update(dict.fromkeys(matches))
-    sizes = dict(enumerate(v.nbytes for v in program.block.inputs[len(program.consts) :]))
-    large = [n for n in found if sizes[n] >= FEWEST_BYTES]
-    if not large:
-        most = max(sizes[n] for n in found)
-        raise ArgumentError(
-            f"host={', '.join(map(repr, patterns))} matches no large argument of "
-            f"{program.name}: of {len(found)} the largest has {format_bytes(most)}: arrays of less "
-            f"than {format_bytes(FEWEST_BYTES)} are not worth a copy. Leave host= out."
-        )
-    return large, [n for n in found if n not in large]
-
-
-def _glob(pattern: str) -> str:
-    """``[`` as the character that paths are full of, ``*`` and ``?`` as in file names."""
-    return pattern.replace("[", "[[]")
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What is asked of a step that streams.
-
-    Attributes:
-        hosted: the argument leaves that wait in host memory.
-        notes: what the plan says about them.
-        host_bytes: host memory that may be used for each device; ``None`` for what there is.
-        plan: a plan to follow.
-    """
-
-    hosted: Sequence[int]
-    notes: tuple[str, ...] = ()
-    host_bytes: int | None = None
-    plan: Plan | None = None
-
-
-def asked_by(
-    program: Program, patterns: Sequence[str], target: Target, host_bytes: int | None
-) -> Asked:
-    """What ``host=`` asks.
-
-    Raises:
-        ArgumentError: a pattern matches nothing that can be moved, or there is nowhere to move it.
-    """
-    if target.platform == "cpu":
-        raise ArgumentError(
-            f"host={', '.join(map(repr, patterns))}, and {target.name} computes in host memory: "
-            'there is nowhere to move anything. Leave host= out, or plan for a GPU: target="h100".'
-        )
-    large, small = leaves_named(program, patterns)
-    notes = ()
-    if small:
-        nbytes = sum(program.block.inputs[len(program.consts) + n].nbytes for n in small)
-        notes = (
-            f"{len(small)} of the arguments that host= matches stay on the device, "
-            f"{format_bytes(nbytes)} in all: each is smaller than {format_bytes(FEWEST_BYTES)}",
-        )
-    return Asked(large, notes, host_bytes)
-
-
-def planned(program: Program, plan: Plan) -> Asked:
-    """What a plan made before asks.
-
-    Raises:
-        PlanMismatchError: it hosts an argument that is not there.
-    """
-    places = {leaf.path: n for n, leaf in enumerate(program.arguments)}
-    unknown = [path for path in plan.hosted if path not in places]
-    if unknown:
-        raise PlanMismatchError(
-            f"the plan for {plan.function} keeps argument {unknown[0]} in host memory, which "
-            f"{program.name} does not have. Plan again."
-        )
-    return Asked([places[path] for path in plan.hosted], plan=plan)
 
 
 def fit(
@@ -212,7 +78,7 @@ def fit(
     if pieces.lent:
         first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
     else:
-        first = _first(pieces, asked, compiler, budget_bytes, report)
+        first = _with_updates(pieces, asked, compiler, target, budget_bytes, report)
         report(f"compiling {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         most = _window(pieces)
@@ -289,6 +155,41 @@ def _first(
             holders=error.holders,
         ) from error
     return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
+
+
+def _with_updates(
+    pieces: Cut,
+    asked: Asked,
+    compiler: Compiler,
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+) -> Outcome:
+    """What computes the gradients; where it does not fit, the error counts the updates as well.
+
+    Raises:
+        BudgetInfeasibleError: it does not fit.
+    """
+    try:
+        return _first(pieces, asked, compiler, budget_bytes, report)
+    except BudgetInfeasibleError as error:
+        smallest, holders = error.smallest_bytes, error.holders
+        first = _first(pieces, asked, compiler, smallest, report)
+        most = _window(pieces)
+        plain = in_one(pieces, first.block, first.compiled, target, smallest, most)
+        try:
+            _check_fits(pieces, plain.memory, smallest, target, first)
+        except BudgetInfeasibleError as larger:
+            raise BudgetInfeasibleError(
+                f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: what computes "
+                f"the gradients takes {format_bytes(smallest)}, and the largest update beside it "
+                f"{format_bytes(larger.smallest_bytes)}.\n"
+                f'  Use budget="{format_budget(larger.smallest_bytes)}".',
+                budget_bytes=budget_bytes,
+                smallest_bytes=larger.smallest_bytes,
+                holders=holders,
+            ) from larger
+        raise
 
 
 def _check_stages(pieces: Cut) -> None:

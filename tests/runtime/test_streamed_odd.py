@@ -263,3 +263,17 @@ def test_stages_with_a_callback_are_planned_for_an_absent_gpu():
     expected = jax.jit(step)(params, X)
     same(found([jnp.copy(w) for w in params], X), expected)
     assert len(found.plan(params, X).hosted) == 6
+
+
+def test_the_budget_that_an_error_names_holds_for_the_updates_too():
+    """What computes the first part here is a sum; the update has the leaf and its new value."""
+
+    def step(s, t, x):
+        return s * 0.9 + x.sum() + t.mean(), t.sum()
+
+    leaf = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    told = r"what computes the gradients takes 1\.0MiB, and the largest update beside it 2\.0MiB"
+    with pytest.raises(jaxmem.BudgetInfeasibleError, match=told) as error:
+        fitted(step, host="s", budget=MIB).plan(leaf, leaf, X)
+    smallest = error.value.smallest_bytes
+    assert fitted(step, host="s", budget=smallest).plan(leaf, leaf, X).compiled_bytes <= smallest
