@@ -25,11 +25,12 @@ DEEP_BUDGET = "4.5MiB"
 @contextlib.contextmanager
 def optimising_less(quick: bool = True) -> Iterator[None]:
     """Within, LLVM optimises less, if ``quick``: XLA's programs and their bytes are the same."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quick)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def tanh_chain(w, x, layers=10):
