@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+import pytest
 
 import jaxmem
+from jaxmem.runtime import streamed, timeline
 
 WIDTH, LAYERS, MIB = 512, 3, 2**20
 X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
@@ -75,6 +80,21 @@ def state_with(tx, layers=LAYERS, width=WIDTH):
         params[f"w{n}"] = jax.random.normal(jax.random.key(n), (width, width)) * 0.05
         params[f"b{n}"] = jnp.zeros(width)
     return params, tx.init(params), jnp.int32(0)
+
+
+@contextlib.contextmanager
+def in_small_buckets(*, python_seconds: float | None = None) -> Iterator[None]:
+    """What is fetched at once is 1/32 of what it is for nets of a useful size.
+
+    Args:
+        python_seconds: what Python takes for a part of a step on paper; ``None`` for what it does.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
+        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+        if python_seconds is not None:
+            patched.setattr(timeline, "_PYTHON_SECONDS", python_seconds)
+        yield
 
 
 def on_device(tree):

@@ -173,23 +173,23 @@ def _with_updates(
     try:
         return _first(pieces, asked, compiler, budget_bytes, report)
     except BudgetInfeasibleError as error:
-        smallest, holders = error.smallest_bytes, error.holders
-        first = _first(pieces, asked, compiler, smallest, report)
-        most = _window(pieces)
-        plain = in_one(pieces, first.block, first.compiled, target, smallest, most)
-        try:
-            _check_fits(pieces, plain.memory, smallest, target, first)
-        except BudgetInfeasibleError as larger:
-            raise BudgetInfeasibleError(
-                f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: what computes "
-                f"the gradients takes {format_bytes(smallest)}, and the largest update beside it "
-                f"{format_bytes(larger.smallest_bytes)}.\n"
-                f'  Use budget="{format_budget(larger.smallest_bytes)}".',
-                budget_bytes=budget_bytes,
-                smallest_bytes=larger.smallest_bytes,
-                holders=holders,
-            ) from larger
-        raise
+        kept = [] if asked.plan is not None else compiler.least().kept
+        if not kept:
+            raise
+        smallest, solution = min(kept, key=lambda found: found[0])
+        compiled, most = compiler.compile(solution), _window(pieces)
+        plain = in_one(pieces, compiler.block(solution), compiled, target, smallest, most)
+        needed = max((need.least_bytes for need in plain.memory), default=0)
+        if needed <= error.smallest_bytes:
+            raise
+        raise BudgetInfeasibleError(
+            f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: what computes the "
+            f"gradients takes {format_bytes(error.smallest_bytes)}, and the largest update beside "
+            f'it {format_bytes(needed)}.\n  Use budget="{format_budget(needed)}".',
+            budget_bytes=budget_bytes,
+            smallest_bytes=needed,
+            holders=error.holders,
+        ) from error
 
 
 def _check_stages(pieces: Cut) -> None:

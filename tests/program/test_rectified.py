@@ -33,7 +33,10 @@ def ops_of(program, name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_of_odd_numbers_it_is_the_same_to_the_bit(dtype):
     x = jnp.array(ODD, dtype)
-    step = lambda x, g: jax.vjp(lambda x: jax.nn.relu(-x), x)[1](g)  # noqa: E731
+
+    def step(x, g):
+        return jax.vjp(lambda x: jax.nn.relu(-x), x)[1](g)
+
     program = traced(step, x, x)
     (mask,), (made,) = ops_of(program, "gt"), ops_of(program, "max")
     assert mask.inputs[0] is made.outputs[0]

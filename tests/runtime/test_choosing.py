@@ -15,10 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem
 from jaxmem.errors import ArgumentError, BudgetInfeasibleError, CutError
 from jaxmem.planner.deadline import Deadline
-from jaxmem.runtime import choosing, streamed, timeline
+from jaxmem.runtime import choosing
 from jaxmem.runtime.tries import Outcome
 from tests.planner.lines import program
-from tests.streamed_steps import MIB, OPTIMIZERS, fitted, same, state_with, step_with
+from tests.streamed_steps import (
+    MIB,
+    OPTIMIZERS,
+    fitted,
+    in_small_buckets,
+    same,
+    state_with,
+    step_with,
+)
 
 ADAM = OPTIMIZERS["adam"]
 STEP = step_with(ADAM)
@@ -30,11 +38,7 @@ TIGHT = 35 * MIB // 2
 
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets():
-    """What is fetched at once is 1/32 of what it is for useful nets, and Python takes no time."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
-        patched.setattr(timeline, "_PYTHON_SECONDS", 0.0)
+    with in_small_buckets(python_seconds=0.0):
         yield
 
 

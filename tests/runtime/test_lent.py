@@ -11,8 +11,19 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, StepInterruptedError
-from jaxmem.runtime import copies, stream, streamed
-from tests.streamed_steps import MIB, OPTIMIZERS, X, fitted, kinds, net, same, state_with, step_with
+from jaxmem.runtime import copies, stream
+from tests.streamed_steps import (
+    MIB,
+    OPTIMIZERS,
+    X,
+    fitted,
+    in_small_buckets,
+    kinds,
+    net,
+    same,
+    state_with,
+    step_with,
+)
 
 LAYERS = 6
 ADAM = OPTIMIZERS["adam"]
@@ -21,9 +32,7 @@ SETTINGS = {"host": "*", "budget": 10 * MIB}
 
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+    with in_small_buckets():
         yield
 
 

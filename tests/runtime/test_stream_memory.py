@@ -12,9 +12,8 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.runtime import streamed, timeline
 from tests.paper_device import Device, most_bytes
-from tests.streamed_steps import MIB, OPTIMIZERS, X, net, state_with, step_with
+from tests.streamed_steps import MIB, OPTIMIZERS, X, in_small_buckets, net, state_with, step_with
 
 pytestmark = pytest.mark.wide  # What it holds does not depend on the version of Python.
 
@@ -23,10 +22,9 @@ ADAM = optax.adam(1e-4)
 
 
 @pytest.fixture
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
-    monkeypatch.setattr(timeline, "_PYTHON_SECONDS", 0.0)
+def small_buckets():
+    with in_small_buckets(python_seconds=0.0):
+        yield
 
 
 def mixed(state, x):

@@ -16,7 +16,7 @@ import pytest
 import jaxmem
 from jaxmem.errors import StepInterruptedError
 from jaxmem.program.ir import Value
-from jaxmem.runtime import stream, streamed, timeline
+from jaxmem.runtime import stream
 from tests.streamed_steps import (
     LAYERS,
     MIB,
@@ -24,6 +24,7 @@ from tests.streamed_steps import (
     WIDTH,
     X,
     fitted,
+    in_small_buckets,
     kinds,
     on_device,
     same,
@@ -40,11 +41,7 @@ SOME = ("adam", "clipped twice", "several", "adafactor", "muon", "noise", "only 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets():
-    """What is fetched at once is 1/32 of what it is for useful nets, and Python takes no time."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
-        patched.setattr(timeline, "_PYTHON_SECONDS", 0.0)
+    with in_small_buckets(python_seconds=0.0):
         yield
 
 

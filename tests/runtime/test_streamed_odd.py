@@ -12,15 +12,23 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import StepInterruptedError
-from jaxmem.runtime import streamed
-from tests.streamed_steps import MIB, OPTIMIZERS, X, fitted, kinds, same, state_with, step_with
+from tests.streamed_steps import (
+    MIB,
+    OPTIMIZERS,
+    X,
+    fitted,
+    in_small_buckets,
+    kinds,
+    same,
+    state_with,
+    step_with,
+)
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    """What is fetched at once is 1/32 of what it is for nets of a useful size."""
-    monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+def small_buckets():
+    with in_small_buckets():
+        yield
 
 
 def big(value=1.0):
