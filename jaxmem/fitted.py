@@ -256,7 +256,7 @@ class FittedStep:
         if traced.automatic:
             raise ArgumentError(
                 f"{program.name}: the number of microbatches is not chosen for a step with host= "
-                "yet. Give a number in place of jaxmem.AUTO."
+                "yet. Give accumulate a number in place of jaxmem.AUTO."
             )
         if isinstance(self._host, Auto):
             return AUTO

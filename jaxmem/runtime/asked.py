@@ -68,9 +68,11 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
                 if v.nbytes >= FEWEST_BYTES
             ] or paths
             near = ", ".join(nearest(pattern, large)) or ", ".join(large[:5])
+            chosen = " For the planner's choice write host=jaxmem.AUTO."
             raise ArgumentError(
                 f"host={pattern!r} matches no argument of {program.name}. There are {len(paths)}, "
                 f"for instance {near}. A pattern matches a whole path; * stands for anything."
+                f"{chosen if pattern.lower() == AUTO.value else ''}"
             )
         found.update(dict.fromkeys(matches))
     sizes = dict(enumerate(v.nbytes for v in program.block.inputs[len(program.consts) :]))

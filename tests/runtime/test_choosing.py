@@ -238,3 +238,8 @@ def test_where_there_is_one_memory_nothing_is_moved_and_the_plan_says_so():
 def test_wrong_uses_are_refused(options):
     with pytest.raises(ArgumentError, match="host"):
         fitted(STEP, **{"host": jaxmem.AUTO, **options})
+
+
+def test_the_word_is_no_pattern_and_the_error_says_what_to_write():
+    with pytest.raises(ArgumentError, match=r"matches no argument .* write host=jaxmem.AUTO\."):
+        fitted(STEP, host="auto").plan(state(), ROWS)
