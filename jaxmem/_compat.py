@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -38,6 +38,18 @@ def scan_arity(params: dict[str, Any]) -> ScanArity:
 def is_concrete(leaf: Any) -> bool:
     """Whether ``leaf`` is an array of JAX with data; much faster than ``isinstance``."""
     return type(leaf) is ArrayImpl
+
+
+def are_concrete(leaves: Iterable[Any]) -> bool:
+    """Whether all of them are; asked at every call of a step, of all its leaves."""
+    return set(map(type, leaves)) <= {ArrayImpl}
+
+
+def any_deleted(leaves: Sequence[Any]) -> bool:
+    """Whether the data of an array is gone."""
+    if are_concrete(leaves):
+        return any(map(ArrayImpl.is_deleted, leaves))
+    return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def is_array_type(aval: Any) -> bool:

@@ -155,13 +155,7 @@ class Caller:
             ArgumentError: an argument that is not an array, a number or a pytree of those.
         """
         count = len(args)
-        static_positions = {n % count if n < 0 else n for n in self.static} if count else set()
-        static = tuple(
-            [(i, a) for i, a in enumerate(args) if i in static_positions]
-            + [(k, v) for k, v in sorted(kwargs.items()) if k in self.static_names]
-        )
-        dynamic = {self._argument(i): a for i, a in enumerate(args) if i not in static_positions}
-        named = {k: v for k, v in kwargs.items() if k not in self.static_names}
+        dynamic, named, static = self.apart(args, kwargs)
         pure = nnx.split((tuple(dynamic.values()), named))
         flat, treedef = jax.tree_util.tree_flatten(pure)
         form = self._forms.get((treedef, count))
@@ -179,14 +173,33 @@ class Caller:
                 leaves.check_leaf(leaf, path, self.name)
         device = leaves.default_device()
         key = (
-            tuple(getattr(jax.config, setting) for setting in _SETTINGS),
-            jax.sharding.get_abstract_mesh(),
+            *self.settings(),
             treedef,
             tuple([leaves.signature(leaf, device) for leaf in flat]),
             tuple((n, type(v), _hashable(v, f"static argument {n}")) for n, v in static),
             tuple((n, type(v), _hashable(v, "an Equinox field")) for n, v in sorted(fixed.items())),
         )
         return Call(tuple(flat), paths, donated, key, treedef, fixed, static)
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[int | str, Any], ...]]:
+        """The dynamic arguments by the name of each, those given by name, and the static ones."""
+        count = len(args)
+        positions = {n % count if n < 0 else n for n in self.static} if count else set()
+        static = tuple(
+            [(i, a) for i, a in enumerate(args) if i in positions]
+            + [(k, v) for k, v in sorted(kwargs.items()) if k in self.static_names]
+        )
+        dynamic = {self._argument(i): a for i, a in enumerate(args) if i not in positions}
+        named = {k: v for k, v in kwargs.items() if k not in self.static_names}
+        return dynamic, named, static
+
+    @staticmethod
+    def settings() -> tuple[Hashable, ...]:
+        """What JAX makes of a function depends on these; two entries."""
+        chosen = tuple([getattr(jax.config, setting) for setting in _SETTINGS])
+        return chosen, jax.sharding.get_abstract_mesh()
 
     def _form(self, pure: Any, names: list[str], count: int) -> _Form:
         """What holds for every call of one tree structure."""

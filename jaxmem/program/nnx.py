@@ -7,14 +7,16 @@ module or optimizer, its structure included, is changed in the caller's own obje
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 _TAG = "jaxmem"
 # Whether the call going on has objects: others need not be searched for them again.
@@ -30,8 +32,55 @@ def has_objects(tree: Any) -> bool:
 
 
 def is_object(x: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Module | nnx.Variable)
+    return "flax.nnx" in sys.modules and _kind(x) is not _Kind.OTHER
+
+
+def is_variable(x: Any) -> bool:
+    """Whether ``x`` is an NNX variable; only to be asked where NNX is imported."""
+    return _kind(x) is _Kind.VARIABLE
+
+
+def any_variable(leaves: Iterable[Any]) -> bool:
+    """Whether one of the leaves is an NNX variable."""
+    return "flax.nnx" in sys.modules and any(
+        is_variable(leaf) for leaf in {type(leaf): leaf for leaf in leaves}.values()
+    )
+
+
+def variable_test() -> Callable[[Any], bool] | None:
+    """:func:`is_variable`, or ``None`` where NNX is not imported and there are none."""
+    return is_variable if "flax.nnx" in sys.modules else None
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether a pytree holds NNX objects that are no variables."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
+    return any(is_object(leaf) and not is_variable(leaf) for leaf in leaves)
+
+
+class _Kind(enum.Enum):
+    VARIABLE = enum.auto()
+    NODE = enum.auto()
+    OTHER = enum.auto()
+
+
+# What the classes that were met are: NNX's own ``isinstance`` takes ten times as long.
+_kinds: dict[type, _Kind] = {}
+
+
+def _kind(x: Any) -> _Kind:
+    kind = _kinds.get(type(x))
+    if kind is not None:
+        return kind
+    nnx = sys.modules["flax.nnx"]
+    if isinstance(x, nnx.Variable):
+        kind = _Kind.VARIABLE
+    else:
+        kind = _Kind.NODE if isinstance(x, nnx.Pytree | nnx.Module) else _Kind.OTHER
+    # Of tracers each may be the stand-in for something else.
+    if not isinstance(x, Tracer):
+        _kinds[type(x)] = kind
+    return kind
 
 
 def _objects_only(tree: Any, left_out: Collection[int]) -> Any:
@@ -158,9 +207,8 @@ def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 def _loose(tree: Any) -> list[Any]:
     """The variables in a pytree that belong to no module in it, as in an ``nnx.State``."""
-    variable = sys.modules["flax.nnx"].Variable
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
-    return [leaf for leaf in leaves if isinstance(leaf, variable)]
+    return [leaf for leaf in leaves if is_variable(leaf)]
 
 
 def _values(variable: Any) -> list[int]:

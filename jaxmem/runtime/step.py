@@ -29,6 +29,21 @@ from jaxmem.units import format_bytes
 _PINNED = "pinned_host"
 
 
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A step that ran.
+
+    Attributes:
+        results: what it returns, NNX objects in parts.
+        made: what the compiled program returned.
+        ready: the arrays of the call that it was given.
+    """
+
+    results: Any
+    made: Sequence[Any]
+    ready: Sequence[Any]
+
+
 @dataclass(eq=False)
 class Step:
     """A step for one signature, compiled for the machine it runs on.
@@ -70,7 +85,7 @@ class Step:
             return cls(traced, outcome, lambda ready: executable(*ready))
         return cls(traced, outcome, stream)
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Call) -> Ran:
         """Run one step.
 
         What the plan keeps in host memory and was given on the device is copied to the host
@@ -89,12 +104,13 @@ class Step:
             return self.traced.rebuild(outs, ready)
 
         with rebuilding(rebuild):
-            results = rebuild(self.local([*program.consts, *ready]))
+            made = self.local([*program.consts, *ready])
+            results = rebuild(made)
         for leaf, used, its in zip(given, ready, program.arguments, strict=True):
             # A copy was used up in its place.
             if its.donated and used is not leaf and isinstance(leaf, jax.Array):
                 leaf.delete()
-        return results
+        return Ran(results, made, ready)
 
     def check_against_plain(self, call: Call) -> None:
         """Run the step as written on copies of the same inputs and compare the results.
