@@ -11,7 +11,7 @@ from jaxmem.program.collectives import Axes, Sent, sent, within
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
-from jaxmem.program.tiles import padding
+from jaxmem.program.tiles import padding, sums_over_places
 from jaxmem.program.trace import opened
 from jaxmem.program.work import moved, work_of
 
@@ -30,6 +30,8 @@ class Rates:
         d2d_bytes_per_second: device to device, one direction; where it is 0, collectives count
             their traffic to device memory only.
         tiled: whether it multiplies whole tiles, as a GPU's tensor cores do.
+        convolving: FLOP/s of convolutions by dtype name, where it is not that of products; the
+            gradients of their kernels are no quicker than those.
     """
 
     flops: Mapping[str, float]
@@ -38,10 +40,13 @@ class Rates:
     h2d_bytes_per_second: float = 0.0
     d2d_bytes_per_second: float = 0.0
     tiled: bool = False
+    convolving: Mapping[str, float] = MappingProxyType({})
 
-    def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
+    def seconds(self, flops: float, dtype: str, nbytes: float, *, convolves: bool = False) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
         rate = self.flops.get(dtype) or self.flops["float32"]
+        if convolves:
+            rate = self.convolving.get(dtype, rate)
         return max(flops / rate, nbytes / self.bytes_per_second)
 
     def link_seconds(self, transfer: Transfer, nbytes: int) -> float:
@@ -82,7 +87,8 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
     work = work_of(eqn)
     if work is not None:
         flops = work.flops * padding(eqn) if rates.tiled else work.flops
-        return rates.seconds(flops, work.dtype, work.nbytes)
+        convolves = eqn.primitive.name == "conv_general_dilated" and not sums_over_places(eqn)
+        return rates.seconds(flops, work.dtype, work.nbytes, convolves=convolves)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)
     blocks = opened(eqn)
