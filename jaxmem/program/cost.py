@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jaxmem.errors import TargetError
@@ -40,7 +40,7 @@ class Rates:
     h2d_bytes_per_second: float = 0.0
     d2d_bytes_per_second: float = 0.0
     tiled: bool = False
-    convolving: Mapping[str, float] = MappingProxyType({})
+    convolving: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, flops: float, dtype: str, nbytes: float, *, convolves: bool = False) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
