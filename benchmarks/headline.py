@@ -96,12 +96,12 @@ def measured(way: Way, options: argparse.Namespace, rows: dict[str, dict]) -> di
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {options.timeout} s", "limit": asked["limit"]}
         if done.returncode or not out.exists():
-            failed = _what_failed(done.stderr) or f"exit {done.returncode}"
+            failed = what_failed(done.stderr) or f"exit {done.returncode}"
             return {"error": failed, "said": done.stderr[-4000:]}
         return {**json.loads(out.read_text()), "limit": asked["limit"]}
 
 
-def _what_failed(said: str) -> str:
+def what_failed(said: str) -> str:
     """The last line that names an error."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

@@ -1,0 +1,168 @@
+"""Whether ``host=jaxmem.AUTO`` takes what is quickest: each of the ways it compares is run as well.
+
+    python benchmarks/auto_host.py --json benchmarks/results/h200_auto_host.json    # on the device
+    python benchmarks/auto_host.py --width 128 --layers 3 --tokens 64               # a dry run
+
+AdamW in float32 on a stack of feed-forward blocks, inside shares of what the step takes as it is
+written. For each share: no ``host=``, all moments named, everything that is updated named, and the
+planner's choice. Each in a process of its own, so that the allocator's peak is its own. Medians of
+steps that are waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmem  # before JAX starts its backend: it lets XLA pin more than 64 GB
+from benchmarks.headline import versions, what_failed
+from jaxmem.targets.compiling import compile_for
+
+TX = optax.adamw(1e-4)
+WAYS: dict[str, Any] = {
+    "no host=": None,
+    "moments named": "state['opt']*",
+    "all named": "state*",
+    "host=jaxmem.AUTO": jaxmem.AUTO,
+}
+WARM, STEPS = 2, 6
+
+
+def state_of(width: int, layers: int) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 2 * layers)
+
+    def matrix(key: jax.Array, rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(key, (rows, columns)) * rows**-0.5
+
+    params = {
+        f"{n:03d}": {
+            "up": matrix(keys[2 * n], width, 4 * width),
+            "down": matrix(keys[2 * n + 1], 4 * width, width),
+        }
+        for n in range(layers)
+    }
+    return {"params": params, "opt": TX.init(params)}
+
+
+def loss_of(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    h = x.astype(jnp.bfloat16)
+    for layer in params.values():
+        up, down = (layer[name].astype(jnp.bfloat16) for name in ("up", "down"))
+        h = h + jax.nn.gelu(h @ up) @ down
+    return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+
+def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def one_row(asked: dict[str, Any]) -> dict[str, Any]:
+    """One way, or the step as it is written where ``way`` is ``None``."""
+    width, layers, tokens = asked["width"], asked["layers"], asked["tokens"]
+    state = jax.eval_shape(lambda: state_of(width, layers))
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    if asked["way"] is None:
+        leaves, tree = jax.tree.flatten((state, x))
+
+        def flat(*values: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(step(*tree.unflatten(values)))
+
+        compiled = compile_for(None, flat, leaves, donate=range(len(leaves) - 1))
+        return {"compiled_bytes": compiled.memory.total_bytes}
+    run = jaxmem.fit(
+        step,
+        budget=asked["budget"],
+        host=WAYS[asked["way"]],
+        donate_argnums=0,
+        progress=False,
+    )
+    plan = run.plan(state, x)
+    found = {
+        "predicted_seconds": plan.predicted_seconds,
+        "compiled_bytes": plan.compiled_bytes,
+        "host_bytes": plan.host_bytes,
+        "notes": list(plan.notes),
+    }
+    made = jax.jit(state_of, static_argnums=(0, 1))(width, layers)
+    given = jax.random.normal(jax.random.key(1), (tokens, width))
+    now, given = run.place(made, given)
+    del made
+    seconds, losses = [], []
+    for _ in range(WARM + STEPS):
+        started = time.perf_counter()
+        now, loss = run(now, given)
+        jax.block_until_ready((now, loss))
+        seconds.append(time.perf_counter() - started)
+        losses.append(float(loss))
+    stats = jax.devices()[0].memory_stats() or {}
+    return found | {
+        "seconds": statistics.median(seconds[WARM:]),
+        "losses": losses,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def measured(asked: dict[str, Any]) -> dict[str, Any]:
+    """One row, from a process of its own; what it said last where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        done = subprocess.run(
+            [sys.executable, __file__, "--row", json.dumps(asked), str(out)],
+            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return {"error": what_failed(done.stderr)}
+        return json.loads(out.read_text())
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--row"]:
+        Path(sys.argv[3]).write_text(json.dumps(one_row(json.loads(sys.argv[2]))))
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--share", type=float, nargs="+", default=[0.6, 0.4])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    sizes = {name: getattr(options, name) for name in ("width", "layers", "tokens")}
+    base = measured({**sizes, "way": None})["compiled_bytes"]
+    result: dict[str, Any] = {**sizes, "versions": versions(), "as_written": base, "rows": []}
+    for share in options.share:
+        for way in WAYS:
+            asked = {**sizes, "way": way, "budget": int(base * share)}
+            row = {"way": way, "budget": asked["budget"], **measured(asked)}
+            result["rows"].append(row)
+            if "error" in row:
+                print(f"{share:4.0%} {way:18s} {row['error'][:120]}", flush=True)
+            else:
+                times = f"{row['predicted_seconds'] * 1e3:8.1f} {row['seconds'] * 1e3:8.1f} ms"
+                peak = (row["peak_bytes"] or 0) / row["budget"]
+                print(f"{share:4.0%} {way:18s} {times}, peak {peak:.3f} of the budget", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
