@@ -107,7 +107,7 @@ class FittedStep:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             with standing_for(1):
                 return self._written(*args, **kwargs)
-        given = self._repeats.look(args, kwargs)
+        given = self._repeats.given(args, kwargs)
         repeated = self._repeats.find(given)
         if repeated is not None:
             return repeated()
@@ -335,6 +335,7 @@ class FittedStep:
 
 def _put_back(arguments: Any, results: Any) -> Any:
     with nnx.context(arguments):
+        nnx.split(arguments)  # The context learns which objects there are.
         return nnx.put_back(results)
 
 

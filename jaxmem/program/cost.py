@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from jaxmem.errors import TargetError
 from jaxmem.program.collectives import Axes, Sent, sent, within
+from jaxmem.program.convolving import steps_beside, sums_over_places
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
-from jaxmem.program.tiles import padding, sums_over_places
 from jaxmem.program.trace import opened
-from jaxmem.program.work import moved, work_of
+from jaxmem.program.work import Work, moved, work_of
 
 NO_AXES: Axes = MappingProxyType({})
 
@@ -29,9 +30,9 @@ class Rates:
         h2d_bytes_per_second: host to device; 0 where nothing is moved.
         d2d_bytes_per_second: device to device, one direction; where it is 0, collectives count
             their traffic to device memory only.
-        tiled: whether it multiplies whole tiles, as a GPU's tensor cores do.
-        convolving: FLOP/s of convolutions by dtype name, where it is not that of products; the
-            gradients of their kernels are no quicker than those.
+        convolving: FLOP/s of convolutions by dtype name, where it is not that of products. That of
+            the gradients of their kernels is.
+        beside_seconds: what a convolution takes for each place and tap beside its products.
     """
 
     flops: Mapping[str, float]
@@ -39,15 +40,21 @@ class Rates:
     d2h_bytes_per_second: float = 0.0
     h2d_bytes_per_second: float = 0.0
     d2d_bytes_per_second: float = 0.0
-    tiled: bool = False
     convolving: Mapping[str, float] = field(default_factory=dict)
+    beside_seconds: float = 0.0
 
-    def seconds(self, flops: float, dtype: str, nbytes: float, *, convolves: bool = False) -> float:
+    def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
         rate = self.flops.get(dtype) or self.flops["float32"]
-        if convolves:
-            rate = self.convolving.get(dtype, rate)
         return max(flops / rate, nbytes / self.bytes_per_second)
+
+    def convolution_seconds(self, eqn: Any, work: Work) -> float:
+        """The slower of memory traffic and of arithmetic with what comes beside it."""
+        rate = self.flops.get(work.dtype) or self.flops["float32"]
+        if not sums_over_places(eqn):
+            rate = self.convolving.get(work.dtype, rate)
+        arithmetic = work.flops / rate + steps_beside(eqn) * self.beside_seconds
+        return max(arithmetic, work.nbytes / self.bytes_per_second)
 
     def link_seconds(self, transfer: Transfer, nbytes: int) -> float:
         """Time of a copy to (``"send"``) or from (``"fetch"``) host memory, alone on its link.
@@ -86,9 +93,9 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
     eqn = op.eqn
     work = work_of(eqn)
     if work is not None:
-        flops = work.flops * padding(eqn) if rates.tiled else work.flops
-        convolves = eqn.primitive.name == "conv_general_dilated" and not sums_over_places(eqn)
-        return rates.seconds(flops, work.dtype, work.nbytes, convolves=convolves)
+        if eqn.primitive.name == "conv_general_dilated":
+            return rates.convolution_seconds(eqn, work)
+        return rates.seconds(work.flops, work.dtype, work.nbytes)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)
     blocks = opened(eqn)

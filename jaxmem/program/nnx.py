@@ -25,14 +25,30 @@ _expected: ContextVar[bool] = ContextVar("jaxmem_objects", default=False)
 
 def has_objects(tree: Any) -> bool:
     """Whether a pytree holds NNX objects; never imports flax."""
-    if "flax.nnx" not in sys.modules:
+    if not is_imported():
         return False
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
     return any(is_object(leaf) for leaf in leaves)
 
 
 def is_object(x: Any) -> bool:
-    return "flax.nnx" in sys.modules and _kind(x) is not _Kind.OTHER
+    return is_imported() and _kind(x) is not _Kind.OTHER
+
+
+def is_imported() -> bool:
+    """Whether there can be NNX objects."""
+    return "flax.nnx" in sys.modules
+
+
+def any_variable(leaves: Iterable[Any]) -> bool:
+    """Whether one of the leaves is an NNX variable."""
+    return any(map(is_variable, {type(leaf): leaf for leaf in leaves}.values()))
+
+
+def variables_in(tree: Any) -> list[Any]:
+    """The variables in a pytree that belong to no module in it, as in an ``nnx.State``."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
+    return [leaf for leaf in leaves if is_variable(leaf)]
 
 
 def is_variable(x: Any) -> bool:
@@ -40,22 +56,40 @@ def is_variable(x: Any) -> bool:
     return _kind(x) is _Kind.VARIABLE
 
 
-def any_variable(leaves: Iterable[Any]) -> bool:
-    """Whether one of the leaves is an NNX variable."""
-    return "flax.nnx" in sys.modules and any(
-        is_variable(leaf) for leaf in {type(leaf): leaf for leaf in leaves}.values()
-    )
+def is_node(x: Any) -> bool:
+    """Whether ``x`` is an NNX object that is no variable; to be asked where NNX is imported."""
+    return _kind(x) is _Kind.NODE
 
 
-def variable_test() -> Callable[[Any], bool] | None:
-    """:func:`is_variable`, or ``None`` where NNX is not imported and there are none."""
-    return is_variable if "flax.nnx" in sys.modules else None
+class Opened:
+    """Says of what a pytree is flattened to its NNX objects: variables, and objects met before.
+
+    An object that is there twice is opened once, so that shared ones cost no more than others and
+    cycles end.
+
+    Attributes:
+        met: the objects that were opened, by their ``id``.
+        again: of those that were met again, in order, the number of the first time.
+    """
+
+    def __init__(self) -> None:
+        self.met: dict[int, tuple[int, Any]] = {}
+        self.again: list[int] = []
+
+    def __call__(self, x: Any) -> bool:
+        kind = _kind(x)
+        if kind is not _Kind.NODE:
+            return kind is _Kind.VARIABLE
+        if id(x) not in self.met:
+            self.met[id(x)] = len(self.met), x  # Held, or another could get its id.
+            return False
+        self.again.append(self.met[id(x)][0])
+        return True
 
 
 def has_modules(tree: Any) -> bool:
     """Whether a pytree holds NNX objects that are no variables."""
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
-    return any(is_object(leaf) and not is_variable(leaf) for leaf in leaves)
+    return any(map(is_node, jax.tree_util.tree_leaves(tree, is_leaf=is_object)))
 
 
 class _Kind(enum.Enum):
@@ -196,19 +230,13 @@ def merged(pure: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     if not isinstance(pure, Split):
         return pure, lambda out, _: out
     given = _merge(pure, inner=True)
-    values = {id(variable): _values(variable) for variable in _loose(given)}
+    values = {id(variable): _values(variable) for variable in variables_in(given)}
 
     def finish(out: Any, now: Any) -> Any:
-        same = {id(v) for v in _loose(now) if _values(v) == values.get(id(v))}
+        same = {id(v) for v in variables_in(now) if _values(v) == values.get(id(v))}
         return _split((_objects_only(now, same), out))
 
     return given, finish
-
-
-def _loose(tree: Any) -> list[Any]:
-    """The variables in a pytree that belong to no module in it, as in an ``nnx.State``."""
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_object)
-    return [leaf for leaf in leaves if is_variable(leaf)]
 
 
 def _values(variable: Any) -> list[int]:

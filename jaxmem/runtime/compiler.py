@@ -36,8 +36,8 @@ def rates_of(target: Target) -> Rates:
         target.d2h_bytes_per_second,
         target.h2d_bytes_per_second,
         target.d2d_bytes_per_second,
-        tiled=target.platform == "gpu",
         convolving=_convolving(target),
+        beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
     )
 
 
@@ -46,14 +46,19 @@ def _convolving(target: Target) -> dict[str, float]:
 
     Tensor cores of Hopper take TF32 operands whose summed axis is contiguous, as channels are in
     a convolution; the products that JAX makes of float32 matrices, and gradients of kernels, run at
-    198 of the 495 TFLOP/s of an H200, convolutions at 360 to 412. They are taken for as near to the
-    table's rate as products of bfloat16 were found to be.
+    198 of the 495 TFLOP/s of an H200, convolutions of 256 channels at 360 to 412. They are taken
+    for as near to the table's rate as products of bfloat16 were found to be.
     """
-    if not target.model:
+    if not target.model or "bfloat16" not in target.flops:
         return {}
     peak = table.gpu(target.model)["flops"]
     reached = target.flops["bfloat16"] / peak["bfloat16"]
     return {"float32": max(target.flops["float32"], peak["float32"] * reached)}
+
+
+def _beside(target: Target) -> float:
+    """13 ps for each place and tap where products of bfloat16 run at 735 TFLOP/s, as on an H200."""
+    return 13e-12 * 735e12 / target.flops_per_second("bfloat16")
 
 
 @dataclass(frozen=True, eq=False)

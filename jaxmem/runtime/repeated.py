@@ -1,14 +1,15 @@
 """Calls that look like an earlier one: their arrays go to the compiled step as they are.
 
 Taking any call apart (NNX's graph of objects, the key of a signature, errors that name a leaf) is
-10 to 60 us of Python for each leaf. A ResNet-152 of 1244 leaves, which computes for 159 ms on an
-H200, took 191 with it. So a call that went the whole way leaves behind what it looked like, which
-argument each array was, and where its results came from; one that looks the same in all of that
-only repeats it, and takes what ``jax.jit`` takes.
+10 to 60 us of Python for each leaf. Of a ResNet-152 with 1244 of them the kernels of a step take
+159 ms on an H200, and steps took 191. So a call that went the whole way leaves behind what it
+looked like, which argument each array was, and where its results came from; one that looks the same
+in all of that only repeats it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +24,10 @@ from jaxmem.program import leaves, nnx
 from jaxmem.program.calling import Call, Caller
 from jaxmem.runtime.step import Ran, Step, as_array, rebuilding
 
-# Looks of one structure that are remembered: a state is given uncommitted, placed, and returned.
-_MOST_LOOKS = 8
-# Structures whose calls could not be repeated so often are not tried again.
-_MOST_FAILURES = 3
+# So many of the looks are of objects; what follows is of the arrays that they hold.
+_OF_OBJECTS = 4
+# Looks of one structure that are remembered, those used last.
+_MOST_LOOKS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +36,12 @@ class Given:
 
     Attributes:
         key: structure, static arguments and settings.
-        leaves: arrays, numbers, variables and what else the structure holds.
+        leaves: arrays, numbers, variables and what else the structure holds; where an NNX object
+            is there again, the object.
         arrays: the same, with what it holds in place of each variable.
         looks: equal for calls that may share a compiled step.
-        sharing: for each leaf the first that is the same object; empty without variables.
+        sharing: for each leaf the first that is the same array or object.
+        objects: whether there are NNX objects among the arguments.
     """
 
     key: Hashable
@@ -46,6 +49,7 @@ class Given:
     arrays: list[Any]
     looks: tuple[list[Any], ...]
     sharing: list[int]
+    objects: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,7 @@ class Repeated:
     def takes(self, given: Given) -> bool:
         """Whether a call of the same structure looks the same."""
         return self.looks == given.looks and all(
-            bool(given.leaves[n] == value) for n, value in self.fixed
+            given.leaves[n] is value or bool(given.leaves[n] == value) for n, value in self.fixed
         )
 
     def ready(self, given: Given) -> list[Any] | None:
@@ -109,34 +113,44 @@ class Repeats:
 
     caller: Caller
     _known: dict[Hashable, list[Repeated]] = field(default_factory=dict)
-    _failed: dict[Hashable, int] = field(default_factory=dict)
 
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """What a call looks like; ``None`` where that cannot be told.
 
         Such a call goes the whole way, on which what is wrong with it is found and named.
         """
         dynamic, named, static = self.caller.apart(args, kwargs)
+        opened = nnx.Opened() if nnx.is_imported() else None
         try:
             flat, tree = jax.tree_util.tree_flatten(
-                (tuple(dynamic.values()), named), is_leaf=nnx.variable_test()
+                (tuple(dynamic.values()), named), is_leaf=opened
             )
             fixed = tuple([(n, type(v), v) for n, v in static])
             key = (tree, tuple(dynamic), fixed, self.caller.settings())
             hash(key)
-            return _looks(key, flat)
-        except (TypeError, ValueError, RecursionError):
+            return _given(key, flat, opened)
+        except (TypeError, ValueError):
             return None
 
     def find(self, given: Given | None) -> Callable[[], Any] | None:
         """Runs the call, if it can be repeated."""
         if given is None:
             return None
-        for known in self._known.get(given.key, ()):
-            if known.takes(given):
-                ready = known.ready(given)
-                return None if ready is None else functools.partial(known, given, ready)
-        return None
+        try:
+            all_known = self._known.get(given.key, [])
+            known = next((k for k in all_known if k.takes(given)), None)
+        except ValueError:
+            return None  # Arrays where JAX compares: the whole way says where.
+        ready = None if known is None else known.ready(given)
+        if known is None or ready is None:
+            return None
+        if known is not all_known[0]:
+            self._remember(given.key, known)
+        return functools.partial(known, given, ready)
+
+    def _remember(self, key: Hashable, known: Repeated) -> None:
+        others = [k for k in self._known.get(key, []) if k is not known]
+        self._known[key] = [known, *others][:_MOST_LOOKS]
 
     def learn(
         self,
@@ -157,54 +171,67 @@ class Repeats:
             ran: what that was given and made.
             returned: what the caller gets.
         """
-        if given is None or self._failed.get(given.key, 0) >= _MOST_FAILURES:
+        if given is None:
             return
-        now = self.look(*again) if given.sharing else given
-        known = None
-        if now is not None:
-            known = _learned(given, now, call, step, ran, returned)
-        if known is None:
-            self._failed[given.key] = self._failed.get(given.key, 0) + 1
-            return
-        others = self._known.get(given.key, [])
-        self._known[given.key] = [known, *others][:_MOST_LOOKS]
+        # The step has run and its arguments may be gone: nothing that comes of comparing what the
+        # caller's classes compare may lose its results. Such a call is not repeated.
+        with contextlib.suppress(Exception):
+            now = self.given(*again) if given.objects else given
+            known = now and _learned(given, now, call, step, ran, returned)
+            if known:
+                self._remember(given.key, known)
 
 
-def _looks(key: Hashable, flat: list[Any]) -> Given | None:
+def _given(key: Hashable, flat: list[Any], opened: nnx.Opened | None) -> Given | None:
     """``None`` where a leaf is nothing that a call could be known by."""
     types = list(map(type, flat))
-    arrays, metadata, sharing = flat, [], []
-    if nnx.any_variable(flat):
+    metadata, sharing, again = [], [], []
+    arrays: list[Any] = flat
+    objects = opened is not None and (bool(opened.met) or nnx.any_variable(flat))
+    if opened is not None and objects:
+        nodes = [nnx.is_node(leaf) for leaf in flat]
+        again = opened.again
+        if sum(nodes) != len(again):
+            return None  # An object that JAX does not open.
         variables = [leaf if nnx.is_variable(leaf) else None for leaf in flat]
         arrays = [
-            leaf if variable is None else variable.get_raw_value()
-            for leaf, variable in zip(flat, variables, strict=True)
+            (None if node else leaf) if variable is None else variable.get_raw_value()
+            for leaf, variable, node in zip(flat, variables, nodes, strict=True)
         ]
         metadata = [None if v is None else v.get_metadata() for v in variables]
-        first: dict[int, int] = {}
-        sharing = [first.setdefault(id(leaf), n) for n, leaf in enumerate(flat)]
+        sharing = _sharing(flat)
+    avals: list[Any]
     if _compat.are_concrete(arrays):
         avals = [a.aval for a in arrays]
         shardings = [a.sharding for a in arrays]
         committed = [a.committed for a in arrays]
     else:
-        avals = [_look(a) for a in arrays]
+        avals = [_of_leaf(a) for a in arrays]
         if any(a is None for a in avals):
             return None
         concrete = [a if _compat.is_concrete(a) else None for a in arrays]
         shardings = [None if a is None else a.sharding for a in concrete]
         committed = [None if a is None else a.committed for a in concrete]
-    looks = (types, avals, shardings, committed, metadata, sharing)
-    return Given(key, flat, arrays, looks, sharing)
+    looks = (types, metadata, sharing, again, avals, shardings, committed)
+    return Given(key, flat, arrays, looks, sharing, objects)
 
 
-def _look(leaf: Any) -> Any:
-    """What must be equal of one leaf."""
+def _sharing(flat: list[Any]) -> list[int]:
+    """Equal numbers are one object in Python, and mean nothing."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(leaf), n) if isinstance(leaf, jax.Array) or nnx.is_object(leaf) else n
+        for n, leaf in enumerate(flat)
+    ]
+
+
+def _of_leaf(leaf: Any) -> Any:
+    """What must be equal of one leaf; ``None`` where nothing can be said."""
     if _compat.is_concrete(leaf):
         return leaf.aval
     if isinstance(leaf, np.ndarray | np.generic):
         return type(leaf), leaf.shape, leaf.dtype
-    if isinstance(leaf, Tracer) or leaves.is_abstract(leaf):
+    if isinstance(leaf, Tracer) or leaves.is_abstract(leaf) or nnx.is_object(leaf):
         return None
     if isinstance(leaf, jax.Array):
         return leaf.aval, leaf.sharding, leaf.committed  # Keys of random numbers.
@@ -220,15 +247,15 @@ def _learned(
     order = _order(given, call)
     made = {id(array): n for n, array in enumerate(ran.made)}
     updates = _updates(given, now, made)
-    if order is None or updates is None or len(made) < len(ran.made):
+    if order is None or updates is None:
         return None
     numbers = []
     for n, (leaf, used) in enumerate(zip(call.leaves, ran.ready, strict=True)):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array) and not isinstance(used, jax.Array):
             numbers.append(n)
         elif used is not leaf:
             return None  # It was copied, or moved to where the plan has it.
-    ids = [*map(id, ran.made), *map(id, ran.ready)]
+    ids = [id(array) for array in (*step.traced.program.consts, *ran.made, *ran.ready)]
     if len(set(ids)) < len(ids):
         return None
     returning = _returning(given, ran, returned)
@@ -240,9 +267,14 @@ def _learned(
 
 def _order(given: Given, call: Call) -> tuple[int, ...] | None:
     """The leaf that each argument of the compiled step is."""
-    if not given.sharing:
-        return tuple([n for n in range(len(given.leaves)) if n not in call.fixed])
-    firsts = [n for n, first in enumerate(given.sharing) if n == first]
+    if not given.objects:
+        found = [n for n in range(len(given.leaves)) if n not in call.fixed]
+        return tuple(found) if len(found) == len(call.leaves) else None
+    firsts = [
+        n
+        for n, (first, leaf) in enumerate(zip(given.sharing, given.leaves, strict=True))
+        if n == first and not nnx.is_node(leaf)
+    ]
     at = {id(given.arrays[n]): n for n in firsts}
     # NNX has an order of its own; leaves are told apart by what they are.
     if call.fixed or not (len(at) == len(firsts) == len(call.leaves)):
@@ -256,12 +288,10 @@ def _updates(given: Given, now: Given, made: dict[int, int]) -> tuple[tuple[int,
     """Variables that hold a result now; ``None`` where something else has changed in them."""
     if now is given:
         return ()
-    types, *_, metadata, sharing = given.looks
     same = (
         now.key == given.key
         and list(map(id, now.leaves)) == list(map(id, given.leaves))
-        and now.looks[0] == types
-        and now.looks[-2:] == (metadata, sharing)
+        and now.looks[:_OF_OBJECTS] == given.looks[:_OF_OBJECTS]
     )
     if not same:
         return None
@@ -279,22 +309,25 @@ def _returning(
     given: Given, ran: Ran, returned: Any
 ) -> tuple[tuple[int, ...], tuple[Any, ...], Any] | None:
     """Picks, constants and structure of what was returned; ``None`` where they cannot be told."""
-    own = {id(leaf) for leaf in given.leaves} if given.sharing else set()
-    is_variable = nnx.variable_test()
-    if given.sharing and nnx.has_modules(returned):
-        return None  # One of the caller's own, perhaps, and not a copy of it.
+    own = {id(leaf) for leaf in given.leaves if nnx.is_object(leaf)}
+    if given.objects:
+        if nnx.has_modules(returned):
+            return None  # One of the caller's own, perhaps, and not a copy of it.
+        new = [v for v in nnx.variables_in(returned) if id(v) not in own]
+        if len({*map(id, new)}) < len(new):
+            return None  # One new variable in two places.
 
     def is_own(x: Any) -> bool:
-        return is_variable is not None and is_variable(x) and id(x) in own
+        return id(x) in own
 
-    flat, tree = jax.tree_util.tree_flatten(returned, is_leaf=is_own)
+    flat, tree = jax.tree_util.tree_flatten(returned, is_leaf=is_own if own else None)
     parts = [*ran.made, *ran.ready, *given.leaves]
     at: dict[int, int] = {}
     for n, part in enumerate(parts):
         at.setdefault(id(part), n)
     picks, constants = [], []
     for leaf in flat:
-        if not (isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_own(leaf)):
+        if not (isinstance(leaf, jax.Array | np.ndarray | np.generic) or nnx.is_object(leaf)):
             picks.append(len(parts) + len(constants))
             constants.append(leaf)
         elif id(leaf) in at:

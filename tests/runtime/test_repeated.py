@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 
 import equinox as eqx
@@ -378,5 +380,156 @@ def test_looks_are_not_collected_for_ever():
     for n in range(20):
         fitted(jnp.zeros(n + 1))
     (known,) = fitted._repeats._known.values()
-    assert len(known) == 8
+    assert len(known) == 16
     assert fitted(jnp.zeros(1)).shape == (1,)
+
+
+def test_calls_in_turn_are_all_repeated(taken):
+    fitted = fit(lambda x: x + 1)
+    for turn in range(3):
+        for n in range(12):
+            fitted(jnp.zeros(n + 1))
+        assert taken() == (12 if turn == 0 else 0)
+
+
+# --- objects that are no tree of modules with variables as leaves --------------------------------
+
+
+class Raw(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.data(jnp.zeros(3))
+
+
+def test_arrays_that_are_no_variables_are_updated():
+    def step(module, x):
+        module.weight = module.weight + x
+        return x.sum()
+
+    fitted = fit(step, donate_argnums=0)
+    module = Raw()
+    for n in range(5):
+        fitted(module, jnp.ones(3))
+        np.testing.assert_array_equal(module.weight, np.full(3, n + 1.0))
+
+
+def test_a_module_without_arrays_is_the_callers_own():
+    class Empty(nnx.Module):
+        pass
+
+    fitted = fit(lambda module, x: (module, x * 2))
+    module = Empty()
+    assert all(fitted(module, X)[0] is module for _ in range(4))
+
+
+class Linked(nnx.Module):
+    def __init__(self, parent=None):
+        self.weight = nnx.Param(jnp.full(2, 2.0))
+        self.parent = nnx.data(parent)
+
+
+def test_objects_that_hold_each_other_are_taken():
+    parent = Linked()
+    parent.parent = nnx.data(Linked(parent))
+
+    def step(module, x):
+        module.weight[...] = module.parent.weight[...] + 1
+        return (module.parent.parent.weight[...] * x).sum()
+
+    fitted = fit(step)
+    for _ in range(4):
+        assert fitted(parent, jnp.ones(2)) == 6
+
+
+def test_shared_modules_are_opened_once():
+    class Twice(nnx.Module):
+        def __init__(self, inner):
+            self.a = self.b = inner
+
+    module = Linked()
+    for _ in range(40):  # 2**40 paths
+        module = Twice(module)
+    fitted = fit(lambda module, x: x * 2)
+    for _ in range(3):
+        assert fitted(module, jnp.ones(())) == 2
+
+
+@pytest.mark.parametrize("pytree", [True, False])
+def test_modules_that_jax_does_not_open_are_taken(pytree):
+    class Closed(nnx.Module, pytree=pytree):
+        def __init__(self, value):
+            self.weight = nnx.Param(value)
+
+    def step(module, x):
+        module.weight[...] = module.weight[...] + x
+        return module.weight[...].sum()
+
+    fitted = fit(step)
+    module = Closed(jnp.zeros(1))
+    assert [float(fitted(module, jnp.ones(1))) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_results_that_jax_does_not_open_are_made_anew():
+    class Closed(nnx.Module, pytree=False):
+        def __init__(self, value):
+            self.weight = nnx.Param(value)
+
+    class Empty(nnx.Module):
+        pass
+
+    fitted = fit(lambda module, x: Closed(x * 2))
+    module = Empty()
+    found = [fitted(module, jnp.full(1, n)).weight[0] for n in range(4)]
+    assert found == [0, 2, 4, 6]
+
+
+def test_which_modules_are_the_same_is_seen():
+    class Empty(nnx.Module):
+        pass
+
+    def step(pair, x):
+        return x * (2 if pair["a"] is pair["b"] else 3)
+
+    fitted = fit(step)
+    one, other = Empty(), Empty()
+    assert [float(fitted({"a": one, "b": other}, 1.0)) for _ in range(3)] == [3, 3, 3]
+    assert [float(fitted({"a": one, "b": one}, 1.0)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_new_variable_in_two_places_is_one():
+    def step(scale, x):
+        new = nnx.Param(x * scale[...])
+        return {"a": new, "b": new}
+
+    fitted = fit(step)
+    scale = nnx.Param(jnp.ones(()))
+    for _ in range(4):
+        found = fitted(scale, X)
+        assert found["a"] is found["b"]
+
+
+def test_what_is_given_twice_now_is_repeated_later(taken):
+    fitted = fit(lambda a, b: a + b)
+    for _ in range(4):
+        fitted(X, X)
+    fitted(X, X + 1)
+    taken()
+    fitted(X, X + 1)
+    assert taken() == 0
+
+
+def test_a_captured_array_is_given_as_well():
+    fitted = fit(lambda x: x + X)
+    for _ in range(4):
+        assert fitted(X)[0, 0] == -2
+    assert sum(map(len, fitted._repeats._known.values())) == 0
+
+
+def test_nothing_is_kept_alive():
+    fitted = fit(lambda model, x: model(x))
+    model = Switch()
+    for _ in range(3):
+        fitted(model, jnp.ones((16,)))
+    gone = weakref.ref(model.weight.get_raw_value())
+    del model
+    gc.collect()
+    assert gone() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 
@@ -9,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax.contrib
 import pytest
+from flax import nnx
 
 import jaxmem
 from jaxmem.errors import StepInterruptedError
+from tests.problems import assert_same
 from tests.streamed_steps import (
     MIB,
     OPTIMIZERS,
+    WIDTH,
     X,
     fitted,
     in_small_buckets,
@@ -285,3 +289,58 @@ def test_the_budget_that_an_error_names_holds_for_the_updates_too():
         fitted(step, host="s", budget=MIB).plan(leaf, leaf, X)
     smallest = error.value.smallest_bytes
     assert fitted(step, host="s", budget=smallest).plan(leaf, leaf, X).compiled_bytes <= smallest
+
+
+class Stack(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(k)) for k in range(3)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def fourth_copy_fails(patch):
+    put, calls = jax.device_put, itertools.count()
+
+    def broken(*args, **options):
+        if next(calls) >= 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: pinned host memory")
+        return put(*args, **options)
+
+    patch.setattr(jax, "device_put", broken)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_a_step_that_is_resumed_updates_the_modules(monkeypatch, fails: int):
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def run(interrupted: int | None):
+        model = Stack()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=1e-3), wrt=nnx.Param)
+        fitted = jaxmem.fit(
+            step,
+            budget="60MiB",
+            target="h200",
+            host="optimizer*",
+            donate_argnums=(0, 1),
+            progress=False,
+        )
+        fitted.place(model, optimizer, X)
+        losses = []
+        for n in range(5):
+            if n != interrupted:
+                losses.append(fitted(model, optimizer, X))
+                continue
+            with monkeypatch.context() as patch:
+                fourth_copy_fails(patch)
+                with pytest.raises(StepInterruptedError) as raised:
+                    fitted(model, optimizer, X)
+            losses.append(raised.value.resume())
+        return losses, nnx.state(model), nnx.state(optimizer)
+
+    assert_same(run(None), run(fails), multiple=0)
