@@ -22,6 +22,11 @@ DEEP_ARGS = (jnp.eye(128) * 1.2, jnp.linspace(-1, 1, 2**17).reshape(1024, 128))
 DEEP_BUDGET = "4.5MiB"
 
 
+def roomy(step, **options):
+    """A step that is fitted into more than it needs."""
+    return jaxmem.fit(step, budget="64MiB", progress=False, **options)
+
+
 @contextlib.contextmanager
 def optimising_less(quick: bool = True) -> Iterator[None]:
     """Within, LLVM optimises less, if ``quick``: XLA's programs and their bytes are the same."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from jaxmem.program.calling import Caller
 from jaxmem.runtime import compiler
 
 
@@ -18,3 +21,23 @@ def compiles(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(compiler, "compile_for", counted)
     return found
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Callable[[], int]:
+    """How many calls were taken apart since it was last asked."""
+    count = 0
+    take = Caller.take
+
+    def counting(self, *call):
+        nonlocal count
+        count += 1
+        return take(self, *call)
+
+    def since() -> int:
+        nonlocal count
+        found, count = count, 0
+        return found
+
+    monkeypatch.setattr(Caller, "take", counting)
+    return since
