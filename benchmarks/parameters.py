@@ -3,10 +3,12 @@
     python benchmarks/parameters.py --json benchmarks/results/h200_parameters.json    # the device
     python benchmarks/parameters.py --layers 8 --width 512 --wide 2048 --batch 1 --length 512
 
-16 layers of attention-like and wide products, bfloat16, unrolled. In one process: weights on the
-device, ``jaxmem.fit(host=...)`` inside a budget that is too small for all of them, and one
-``jax.jit`` that takes them from pinned host memory; first the net alone, then its gradients with
-the update of the weights. Medians; ``bytes`` are the compiler's.
+16 layers of attention-like and wide products, bfloat16, unrolled, or with ``--scanned`` one
+``lax.scan`` over their stacked weights. In one process: weights on the device,
+``jaxmem.fit(host=...)`` inside a budget that is too small for all of them, and one ``jax.jit`` that
+takes them from pinned host memory; first the net alone, then its gradients with the update of the
+weights. Of the scanned net alone also one ``jax.jit`` whose layers take their own weights from
+there. Medians; ``bytes`` are the compiler's.
 """
 
 from __future__ import annotations
@@ -32,43 +34,65 @@ SIZES = {"layers": 16, "width": 2048, "wide": 8192, "batch": 8, "length": 2048, 
 RATE = 0.01
 
 
-def net(params: list[dict], x: jax.Array) -> jax.Array:
-    """The mean square of ``x`` [batch, length, width] after all layers."""
-    for w in params:
-        x = x + jnp.tanh(x @ w["q"]) @ w["o"]
-        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+def layer(x: jax.Array, w: dict) -> jax.Array:
+    x = x + jnp.tanh(x @ w["q"]) @ w["o"]
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def net(params: Any, x: jax.Array) -> jax.Array:
+    """The mean square of ``x`` [batch, length, width] after all layers, a list or stacked."""
+    if isinstance(params, dict):
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)
+    else:
+        for w in params:
+            x = layer(x, w)
     return (x.astype(jnp.float32) ** 2).mean()
 
 
-def step(params: list[dict], x: jax.Array) -> tuple[list[dict], jax.Array]:
+def fetching_net(params: dict, x: jax.Array) -> jax.Array:
+    """The same of stacked weights in host memory: each layer takes its own from there."""
+
+    def fetching(x: jax.Array, w: dict) -> tuple[jax.Array, None]:
+        return layer(x, on_device(w)), None
+
+    x, _ = jax.lax.scan(fetching, x, params)
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def on_device(weights: Any) -> Any:
+    return jax.tree.map(lambda w: jax.device_put(w, jax.memory.Space.Device), weights)
+
+
+def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
     """One step of gradient descent on the logarithm of :func:`net`, which has no scale."""
     loss, grads = jax.value_and_grad(lambda params: jnp.log(net(params, x)))(params)
     return jax.tree.map(lambda w, g: w - jnp.asarray(RATE, w.dtype) * g, params, grads), loss
 
 
-def weights(options: argparse.Namespace, where: Any = None) -> list[dict]:
-    """The weights, each layer's its own, in the memory ``where``."""
+def weights(options: argparse.Namespace, where: Any = None) -> Any:
+    """The weights, each layer's its own or stacked, in the memory ``where``."""
     width, wide = options.width, options.wide
     shapes = {"q": (width, width), "o": (width, width), "up": (width, wide), "down": (wide, width)}
 
     @jax.jit
-    def layer(n: jax.Array) -> dict:
+    def of_layer(n: jax.Array) -> dict:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), n), len(shapes))
         return {
             name: (jax.random.normal(key, shape) * 0.02).astype(jnp.bfloat16)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 
-    made = [layer(n) for n in range(options.layers)]
+    made = [of_layer(n) for n in range(options.layers)]
+    if options.scanned:
+        made = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
     return made if where is None else jax.device_put(made, where)
 
 
 def stock(function: Callable, train: bool, where: Any) -> Callable:
     """One program that takes the weights from the host, and gives new ones back there."""
 
-    def whole(params: list[dict], x: jax.Array) -> Any:
-        here = jax.tree.map(lambda w: jax.device_put(w, jax.memory.Space.Device), params)
-        return function(here, x)
+    def whole(params: Any, x: jax.Array) -> Any:
+        return function(on_device(params), x)
 
     if not train:
         return jax.jit(whole)
@@ -92,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--scanned", action="store_true", help="one scan over stacked weights")
     parser.add_argument("--share", type=float, default=0.5, help="of what keep-all compiles to")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -105,8 +130,8 @@ def main() -> int:
         function: Callable = step if train else net
         donated = (0,) if train else ()
         form = "gradients and update" if train else "forward"
-        on_device = jax.jit(function, donate_argnums=donated).lower(weights(options), x).compile()
-        memory = on_device.memory_analysis()
+        keep_all = jax.jit(function, donate_argnums=donated).lower(weights(options), x).compile()
+        memory = keep_all.memory_analysis()
         whole = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         fitted = jaxmem.fit(
             function,
@@ -118,11 +143,13 @@ def main() -> int:
         )
         plan = fitted.plan(weights(options), x)
         ways: list[tuple[str, Callable, Any, int | None]] = [
-            ("on the device", on_device, None, whole),
+            ("on the device", keep_all, None, whole),
             ("jaxmem, host=", fitted, where, plan.compiled_bytes),
         ]
         if on_gpu:
             ways.append(("one jax.jit", stock(function, train, where), where, None))
+        if on_gpu and options.scanned and not train:
+            ways.append(("one jax.jit, in the scan", jax.jit(fetching_net), where, None))
         for name, run, place, nbytes in ways:
             row: dict[str, Any] = {"form": form, "name": name, "bytes": nbytes}
             row |= measured(run, weights(options, place), x, train, options.repeats)
@@ -131,6 +158,8 @@ def main() -> int:
                     "predicted_ms": plan.predicted_seconds * 1e3,
                     "stages": plan.streamed.stages if plan.streamed else 0,
                     "fetched_bytes": plan.streamed.fetched_bytes if plan.streamed else 0,
+                    "read_ahead": plan.streamed.ahead if plan.streamed else 0,
+                    "updated_by_rows": plan.streamed.by_rows if plan.streamed else 0,
                     "solver": plan.solver,
                 }
                 if on_gpu:

@@ -39,6 +39,9 @@ TX = optax.adam(1e-4)
 
 
 def net(params: dict, x: jax.Array) -> jax.Array:
+    if "stack" in params:
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["stack"])
+        return (x.astype(jnp.float32) ** 2).mean()
     for w in params.values():
         x = x + jnp.tanh(x @ w)
     return (x.astype(jnp.float32) ** 2).mean()
@@ -63,7 +66,15 @@ def state_of(options: argparse.Namespace, where: Any = None) -> dict:
     def weights(n: jax.Array) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(jax.random.key(0), n), shape) * 0.01
 
-    for n in range(options.layers):
+    if options.stacked:
+        shape = (options.layers, *shape)
+        whole = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape) * 0.01)()
+        params["stack"], master["stack"] = whole.astype(jnp.bfloat16), put(whole)
+        jax.block_until_ready((params, master))
+        del whole
+        mu["stack"] = put(jnp.zeros(shape))
+        nu["stack"] = put(jnp.zeros(shape))
+    for n in range(0 if options.stacked else options.layers):
         name, full = f"w{n:03d}", weights(n)
         there = put if options.host == "*" else (lambda a: a)
         params[name], master[name] = there(full.astype(jnp.bfloat16)), put(full)
@@ -144,6 +155,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", default=None)
     parser.add_argument("--host", default="state['host']*", help='"*" has parameters there, too')
+    parser.add_argument("--stacked", action="store_true", help="one leaf for all layers, scanned")
     parser.add_argument("--only", nargs="*", default=["device", "jaxmem", "stock"])
     parser.add_argument(
         "--peak",

@@ -73,6 +73,18 @@ def step_with(tx, *, norm=False):
     return step
 
 
+def step_of(net, tx):
+    """A train step of ``(params, optimizer state)`` for a net that gives a loss."""
+
+    def step(state, x):
+        params, moments = state
+        loss, grads = jax.value_and_grad(net)(params, x)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return step
+
+
 def state_with(tx, layers=LAYERS, width=WIDTH):
     """Its first state."""
     params = {}
@@ -84,7 +96,7 @@ def state_with(tx, layers=LAYERS, width=WIDTH):
 
 @contextlib.contextmanager
 def in_small_buckets(*, python_seconds: float | None = None) -> Iterator[None]:
-    """What is fetched at once is 1/32 of what it is for nets of a useful size.
+    """What is fetched at once is 1/32 of what it is for nets of a useful size; leaves are whole.
 
     Args:
         python_seconds: what Python takes for a part of a step on paper; ``None`` for what it does.
@@ -92,6 +104,7 @@ def in_small_buckets(*, python_seconds: float | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
         patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+        patched.setattr(streamed, "_WHOLE_SHARE", 1)
         if python_seconds is not None:
             patched.setattr(timeline, "_PYTHON_SECONDS", python_seconds)
         yield

@@ -13,7 +13,7 @@ from jaxmem.policies.selector import module_matches
 from jaxmem.units import GIB, format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from jaxmem.planner.plan import Decision, Plan
+    from jaxmem.planner.plan import Decision, Plan, Streamed
 
 _MOST_NAMES = 5
 _NEAR = 0.6
@@ -277,20 +277,30 @@ def _about(plan: Plan) -> Iterator[str]:
         yield (
             f"these are read in {s.stages} stages, with {format_bytes(s.fetched_bytes)} fetched in "
             f"a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
+            f"{_ahead(s)}"
         )
     elif plan.streamed is not None:
         s = plan.streamed
         stages = f"gradients in {s.stages} stages, " * (s.stages > 1)
+        by_rows = f", {s.by_rows} of them some rows at a time" * (s.by_rows > 0)
         yield (
-            f"these are updated in {s.updates} pieces ({stages}{s.programs} different programs), "
+            f"these are updated in {s.updates} pieces ({stages}{s.programs} different programs)"
+            f"{by_rows}, "
             f"with {format_bytes(s.fetched_bytes)} fetched and {format_bytes(s.sent_bytes)} sent "
             f"back in a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
+            f"{_ahead(s)}"
         )
     if plan.exposed_seconds > 0:
         yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
     if plan.measured_exposed_seconds is not None:
         yield f"measured were {format_seconds(plan.measured_exposed_seconds)} of such copies"
     yield from plan.notes
+
+
+def _ahead(streamed: Streamed) -> str:
+    if not streamed.ahead:
+        return ""
+    return f"; loops fetch {streamed.ahead} of these arrays row by row, one iteration ahead"
 
 
 def _price(plan: Plan) -> Iterator[str]:

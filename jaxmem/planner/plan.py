@@ -159,6 +159,8 @@ class Streamed:
         updates: how many pieces the update runs in; ``programs`` of them are different.
         fetched_bytes: bytes copied to the device in a step; ``sent_bytes`` those copied back.
         window_bytes: the most device memory that the copies take at a time.
+        by_rows: how many of the pieces go through their leaves some rows at a time.
+        ahead: how many leaves are read by loops that fetch a row one iteration ahead.
     """
 
     stages: int
@@ -167,6 +169,8 @@ class Streamed:
     fetched_bytes: int
     sent_bytes: int
     window_bytes: int
+    by_rows: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.lending import lend
 from jaxmem.program.parts import Part, lined_up
+from jaxmem.program.rowwise import Chunks, rows_at_once, rows_of
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
 
@@ -78,15 +80,20 @@ class Cut:
     @property
     def fetched_bytes(self) -> int:
         """Bytes that come from the host in a step."""
-        return sum(part.fetched_bytes for part in self.parts)
+        return sum(part.moved_bytes[0] for part in self.parts)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that go to the host in a step."""
-        return sum(v.nbytes for v in self.sent) + sum(part.sent_bytes for part in self.parts)
+        return sum(v.nbytes for v in self.sent) + sum(part.moved_bytes[1] for part in self.parts)
 
 
-def cut(program: Program, hosted: Iterable[int], bucket_bytes: int = 0) -> Cut:
+def cut(
+    program: Program,
+    hosted: Iterable[int],
+    bucket_bytes: int = 0,
+    whole_bytes: float = math.inf,
+) -> Cut:
     """Cut a step so that argument leaves may wait in host memory until they are updated.
 
     Args:
@@ -94,11 +101,13 @@ def cut(program: Program, hosted: Iterable[int], bucket_bytes: int = 0) -> Cut:
         hosted: numbers of argument leaves that are donated and come back as results, or are read
             and stay as they are.
         bucket_bytes: leaves that are smaller are updated together, up to so many bytes.
+        whole_bytes: an update that fetches more goes through its leaves some rows at a time,
+            about ``bucket_bytes`` of each, where none of its rows needs others.
 
     Raises:
         CutError: a leaf does not come back, or an effect needs one that waits.
     """
-    return _Cutter(program, frozenset(hosted), bucket_bytes).cut()
+    return _Cutter(program, frozenset(hosted), bucket_bytes, whole_bytes).cut()
 
 
 def lasting(program: Program) -> frozenset[Value]:
@@ -129,10 +138,16 @@ class _Piece:
 
 
 class _Cutter:
-    def __init__(self, program: Program, hosted: frozenset[int], bucket_bytes: int):
+    def __init__(
+        self,
+        program: Program,
+        hosted: frozenset[int],
+        bucket_bytes: int,
+        whole_bytes: float = math.inf,
+    ):
         lent = lend(program, hosted)
         self.program, self.lent = lent.program, lent.leaves
-        self.bucket_bytes, program = bucket_bytes, lent.program
+        self.bucket_bytes, self.whole_bytes, program = bucket_bytes, whole_bytes, lent.program
         self.hosting = program.hosting(hosted)
         self._check_returned(hosted)
         block, consts = program.block, len(program.consts)
@@ -158,11 +173,10 @@ class _Cutter:
             # Read, and left as it is: by gradients, or by updates of others.
             if not leaf.donated and (value in lent or kind_of_array(value) not in fresh):
                 continue
-            fix = "" if leaf.donated else " It is not donated: see donate_argnums."
-            raise CutError(
-                f"{program.name} cannot keep {leaf.path} in host memory: no result of that shape "
-                f"takes its place.{fix}"
-            )
+            why = "no result of that shape takes its place."
+            if not leaf.donated:
+                why = "it is not donated, so no result takes its place. See donate_argnums."
+            raise CutError(f"{program.name} cannot keep {leaf.path} in host memory: {why}")
 
     def cut(self) -> Cut:
         waiting, block = self.waiting, self.program.block
@@ -173,21 +187,56 @@ class _Cutter:
         numbers = sorted(self.hosting.results)
         hosted = {v for n in numbers if isinstance(v := block.outputs[n], Value)}
         parts = lined_up(
-            [
-                Part(
-                    Block("", piece.inputs, piece.ops, piece.outputs),
-                    piece.inputs,
-                    piece.outputs,
-                    piece.fetched,
-                    tuple(v for v in piece.outputs if v in hosted),
-                )
-                for piece in pieces
-            ],
+            [self._part(n, pieces, hosted) for n in range(len(pieces))],
             kept={v for v in results if v not in hosted},
             lasting=lasting(self.program),
         )
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
         return Cut(self.program, self.hosting, first, sent, parts, self.lent)
+
+    def _part(self, number: int, pieces: Sequence[_Piece], hosted: Collection[Value]) -> Part:
+        piece = pieces[number]
+        block = Block("", piece.inputs, piece.ops, piece.outputs)
+        sent = tuple(v for v in piece.outputs if v in hosted)
+        chunks = None
+        if piece.fetched_bytes > self.whole_bytes and piece.leaf is not None:
+            chunks = self._chunks(block, piece, sent, pieces[number + 1 :])
+        if chunks is None:
+            return Part(block, piece.inputs, piece.outputs, piece.fetched, sent)
+        # JAX lets results take donated buffers in order, whichever memory they are in: leaves come
+        # first among the inputs, and so what takes their places is first.
+        taking = {v: piece.fetched.index(leaf) for v, leaf in chunks.homes.items()}
+        outputs = tuple(sorted(piece.outputs, key=lambda v: taking.get(v, len(piece.fetched))))
+        chunks = replace(chunks, rows=replace(chunks.rows, outputs=outputs))
+        return Part(replace(block, outputs=outputs), piece.inputs, outputs, chunks=chunks)
+
+    def _chunks(
+        self, block: Block, piece: _Piece, sent: Sequence[Value], later: Sequence[_Piece]
+    ) -> Chunks | None:
+        """How an update goes through its leaves by rows, if it may write them where they are."""
+        program, leaves = self.program, set(piece.fetched)
+        outputs, inputs = program.block.outputs, program.block.inputs
+        homes: dict[Value, Value] = {}
+        for n, position in program.places.items():
+            value = outputs[n]
+            if isinstance(value, Value) and value in sent and n in self.hosting.results:
+                if value in homes:
+                    return None
+                homes[value] = inputs[position]
+        # Others may still read what would be written over.
+        busy = {self.lent.get(v, v) for p in later for v in p.inputs}
+        results = [(n, a) for n, a in enumerate(outputs) if isinstance(a, Value)]
+        here = {v for n, v in results if n not in self.hosting.results}
+        if len(homes) != len(sent) or len(set(homes.values())) != len(homes):
+            return None
+        if not leaves.issuperset(homes.values()) or leaves & {*busy, *(v for _, v in results)}:
+            return None
+        if {*sent} & {*busy, *here}:
+            return None
+        rows = rows_of(block, piece.fetched, sent)
+        if rows is None:
+            return None
+        return Chunks(rows, rows_at_once(rows, self.bucket_bytes * len(leaves)), homes)
 
     # --- pieces -----------------------------------------------------------------------------
 

@@ -187,6 +187,8 @@ class Loop:
         rows: how many of the last operands are whole arrays of which an iteration gets a row.
         step: how far the first carry, the index of these rows, moves with each iteration: 1 or
             -1. Where it is not 0 the body gives a row to write in the place of a filled array.
+        ahead: which of the sliced operands are in host memory; the row of the next iteration is
+            fetched while this one runs.
     """
 
     body: Block
@@ -200,6 +202,16 @@ class Loop:
     filled: int = 0
     rows: int = 0
     step: int = 0
+    ahead: tuple[int, ...] = ()
+
+
+def fetched_in(op: Op) -> int:
+    """Bytes that ``op`` fetches from host memory row by row, if it is such a loop."""
+    if op.loop is None:
+        return 0
+    first = op.loop.num_consts + op.loop.num_carry
+    fetched = (op.inputs[first + n] for n in op.loop.ahead)
+    return sum(aval_bytes(a.aval) for a in fetched)
 
 
 @dataclass(frozen=True)

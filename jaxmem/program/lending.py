@@ -8,11 +8,12 @@ reads the leaf as any other that waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem.program.ir import Op, Program, Value
+from jaxmem.program.loops import is_backward
 from jaxmem.program.primitives import Kind, inner_jaxprs, kind_of
 
 # A matrix product in the update of a leaf (Muon) decides about the leaf itself, its moments and its
@@ -92,11 +93,13 @@ def _on_device(layout: Any) -> Any:
 
 
 def _followed(program: Program) -> tuple[set[Op], set[Op]]:
-    """The operations that real work follows, and those of them that many updates depend on.
+    """The operations that real work follows, and those of them that are no update's own.
 
     Goes from the last operation to the first, with the results that each value goes into through
     anything, and those that it goes into through work. Results that take the place of no argument
-    are one.
+    are one. A scanned net has so few leaves that the number of results says nothing: a loop that
+    works on the way to a loss, before anything was transposed, is no update either, nor is one that
+    JAX transposed, nor what these need.
     """
     block = program.block
     through_any: dict[Value, int] = {}
@@ -106,6 +109,7 @@ def _followed(program: Program) -> tuple[set[Op], set[Op]]:
             bit = 2 << n if n in program.places else 1
             through_any[atom] = through_any.get(atom, 0) | bit
     worked, shared = set[Op](), set[Op]()
+    late, of_gradients = _after_transposed(block.ops), set[Value]()
     for op in reversed(block.ops):
         wide = hard = 0
         for v in op.outputs:
@@ -118,9 +122,24 @@ def _followed(program: Program) -> tuple[set[Op], set[Op]]:
             through_work[v] = through_work.get(v, 0) | hard
         if hard:
             worked.add(op)
+        looped = op.loop is not None and _is_work(op)
+        own = looped and (is_backward(op) or (op not in late and wide & 1))
+        if own or not of_gradients.isdisjoint(op.outputs):
+            of_gradients.update(op.values)
+            shared.add(op)
         if (hard >> 1).bit_count() > OF_ONE_LEAF:
             shared.add(op)
     return worked, shared
+
+
+def _after_transposed(ops: Sequence[Op]) -> set[Op]:
+    """The operations that are, or depend on, what JAX transposed."""
+    found, made = set[Op](), set[Value]()
+    for op in ops:
+        if is_backward(op) or not made.isdisjoint(op.values):
+            found.add(op)
+            made.update(op.outputs)
+    return found
 
 
 def _is_work(op: Op) -> bool:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.program.ir import Atom, Block, Value, kind_of_array
+from jaxmem.program.ir import Atom, Block, Value, fetched_in, kind_of_array
+from jaxmem.program.rowwise import Chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,8 +17,10 @@ class Part:
     Attributes:
         block: what it does.
         reads: its inputs, and ``names`` its outputs, as the other pieces call them.
-        fetched: those of its inputs that wait in host memory.
-        sent: those of its outputs that go there.
+        fetched: those of its inputs that wait in host memory and are copied for it.
+        sent: those of its outputs that are copied there.
+        chunks: how it takes its leaves from host memory by itself and writes them back, if it does.
+        waiting: those of its inputs of which its loops fetch rows by themselves.
         over: positions of inputs that nobody reads afterwards.
         donated: those of them whose buffers outputs take.
         stage: whether it is a stage of what computes gradients.
@@ -31,21 +34,41 @@ class Part:
     over: tuple[int, ...] = ()
     donated: tuple[int, ...] = ()
     stage: bool = False
+    chunks: Chunks | None = None
+    waiting: tuple[Value, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Value, ...]:
+        """Those of its inputs that wait in host memory."""
+        return self.chunks.rows.leaves if self.chunks else (*self.fetched, *self.waiting)
+
+    @property
+    def hosted(self) -> tuple[Value, ...]:
+        """Those of its outputs that it leaves in host memory itself."""
+        return tuple(self.chunks.homes) if self.chunks else ()
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that come from the host."""
+        """Bytes that are copied to the device for it."""
         return sum(v.nbytes for v in self.fetched)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that go to the host."""
+        """Bytes of it that are copied to the host."""
         return sum(v.nbytes for v in self.sent)
 
     @property
     def moves(self) -> bool:
         """Whether anything is copied for it."""
         return bool(self.fetched or self.sent)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that come from the host, and that go there, whoever copies them."""
+        inside = self.chunks
+        more = (inside.fetched_bytes, inside.sent_bytes) if inside else (0, 0)
+        rows = sum(fetched_in(op) for op in self.block.ops) if self.waiting else 0
+        return self.fetched_bytes + more[0] + rows, self.sent_bytes + more[1]
 
 
 def lined_up(
@@ -61,13 +84,22 @@ def lined_up(
     last = {v: n for n, part in enumerate(parts) for v in part.reads}
     found = []
     for n, part in enumerate(parts):
+        stays = {*part.leaves} - {*part.fetched}
         over = tuple(
             position
             for position, v in enumerate(part.reads)
-            if v in part.fetched or (last[v] == n and v not in kept and v not in lasting)
+            if v in part.fetched
+            or (last[v] == n and v not in kept and v not in lasting and v not in stays)
         )
-        donated = _taken(part.block.inputs, over, part.block.outputs)
-        found.append(replace(part, over=over, donated=donated))
+        here = [v for v in part.block.outputs if v not in part.hosted]
+        donated = _taken(part.block.inputs, over, here)
+        if part.chunks is None:
+            found.append(replace(part, over=over, donated=donated))
+            continue
+        chunks = replace(part.chunks, over=tuple(part.block.inputs[p] for p in donated))
+        replaced = [p for p, v in enumerate(part.reads) if v in chunks.homes.values()]
+        where = tuple(sorted({*donated, *replaced}))
+        found.append(replace(part, over=over, donated=where, chunks=chunks))
     return tuple(found)
 
 

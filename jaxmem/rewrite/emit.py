@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.rewrite.fetching import run_fetching
 
 _MEMORY = {"send": jax.memory.Space.Host, "fetch": jax.memory.Space.Device}
 _TRANSFERS = {
@@ -126,6 +127,11 @@ def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:
             operands[carried:],
         )
 
+        if loop.ahead:
+            with jax.named_scope(op.recompute or "jaxmem.loop"):
+                results = run_fetching(loop, body, operands, op.outputs[loop.num_carry :])
+            env.update(zip(op.outputs, results, strict=True))
+            return
         windowed = _windowed(loop, slices) if loop.step else None
         slices = slices[: len(slices) - loop.rows]
 

@@ -8,7 +8,7 @@ the rest is a program of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.program.crossing import Crossing
@@ -44,8 +44,14 @@ def ready_at(cut: Cut, block: Block) -> list[int]:
         if isinstance(name, Value) and isinstance(atom, Value)
     }
     found: list[int] = []
+    last = {v: n + 1 for n, op in enumerate(block.ops) for v in op.values if v in cut.lent}
     for part in cut.parts:
         ready = max([at.get(v, 0) for v in part.reads], default=0)
+        if part.chunks:
+            # It writes over its leaves: everything that is lent them comes before.
+            homes = set(part.chunks.homes.values())
+            borrowed = (n for v, n in last.items() if cut.lent[v] in homes)
+            ready = max([ready, *borrowed])
         at.update({v: ready for v in part.names if isinstance(v, Value)})
         found.append(ready)
     return found
@@ -56,16 +62,17 @@ def can_be_staged(block: Block) -> bool:
     return not has_transfers(block) and not any(op.eqn.effects for op in block.ops)
 
 
-def staged(cut: Cut, block: Block, bounds: Sequence[int]) -> Staged:
+def staged(cut: Cut, block: Block, bounds: Sequence[int], ahead: Collection[Value] = ()) -> Staged:
     """A cut step with its first part in stages.
 
     Args:
         cut: the step.
         block: the schedule of its first part.
         bounds: the operations at which the second stage starts, the third, and so on.
+        ahead: lent leaves of which loops fetch rows themselves.
     """
     edges = [0, *bounds, len(block.ops)]
-    stages = _stages(cut, block, edges)
+    stages = _stages(cut, block, edges, ahead)
     ready = ready_at(cut, block)
     line: list[Part] = []
     for number, (end, stage) in enumerate(zip(edges[1:], stages, strict=True)):
@@ -81,7 +88,7 @@ def staged(cut: Cut, block: Block, bounds: Sequence[int]) -> Staged:
     return Staged(whole, stages[0].names)
 
 
-def _stages(cut: Cut, block: Block, edges: Sequence[int]) -> list[Part]:
+def _stages(cut: Cut, block: Block, edges: Sequence[int], ahead: Collection[Value]) -> list[Part]:
     """The stages; the first one gives constants and arguments that are results, too."""
     called: dict[Value, Value] = {}
     more: list[tuple[Value, Value]] = []
@@ -127,8 +134,9 @@ def _stages(cut: Cut, block: Block, edges: Sequence[int]) -> list[Part]:
                 Block("", taken, tuple(lines[n]), tuple(outputs)),
                 tuple(called.get(v, v) for v in taken),
                 tuple(names),
-                fetched=tuple(v for v in taken if v in cut.lent) if n else (),
+                fetched=tuple(v for v in taken if v in cut.lent and v not in ahead) if n else (),
                 stage=True,
+                waiting=tuple(v for v in taken if v in ahead),
             )
         )
         later |= set(reads[n])

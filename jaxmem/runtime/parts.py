@@ -9,13 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import Atom, Value
+from jaxmem.program.ir import Atom, Value, in_host_memory
 from jaxmem.program.parts import Part
+from jaxmem.rewrite.chunked import as_loop
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable
-from jaxmem.targets.compiling import Compiled, CompiledMemory, compile_for
+from jaxmem.targets.compiling import (
+    Compiled,
+    CompiledMemory,
+    compile_for,
+    going_by_rows,
+    overlapping,
+)
 from jaxmem.targets.target import Target
 
 
@@ -28,22 +36,47 @@ def compile_parts(
     for part in parts:
         form = form_of(part)
         if form not in known:
-            known[form] = compile_for(
-                target,
-                as_function(compilable(part.block, target)),
-                [
-                    jax.ShapeDtypeStruct(
-                        v.aval.shape,
-                        v.aval.dtype,
-                        weak_type=getattr(v.aval, "weak_type", False),
-                    )
-                    for v in part.block.inputs
-                ],
-                donate=part.donated,
-                options=options,
-            )
+            known[form] = _compiled(part, target, options or {})
         found.append(known[form])
     return found
+
+
+def _compiled(part: Part, target: Target | None, options: Mapping[str, str]) -> Compiled:
+    # Of a layout over a mesh JAX takes the memory into the type of the argument.
+    alone = part.chunks is not None or bool(part.waiting)
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("device",))
+    host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    device = host.with_memory_kind("device")
+    # Donation asks for the memory only where everything says where it is.
+    there = part.chunks.rows.leaves if part.chunks else part.waiting
+    places = {v: host if v in there else device for v in part.block.inputs} if alone else {}
+    avals = [
+        jax.ShapeDtypeStruct(
+            v.aval.shape,
+            v.aval.dtype,
+            weak_type=getattr(v.aval, "weak_type", False),
+            sharding=places.get(v),
+        )
+        for v in part.block.inputs
+    ]
+    if part.chunks is None:
+        run = as_function(compilable(part.block, target))
+        if part.waiting:
+            # Replayed as one command buffer the loops of 16 layers took 57.7 ms on an H200, as
+            # long as computing and copying one after the other.
+            options = {**options, **overlapping(target or Target.local(measure=False))}
+        return compile_for(target, run, avals, donate=part.donated, options=options)
+    return compile_for(
+        target,
+        as_loop(part.chunks),
+        avals,
+        donate=part.donated,
+        out_shardings=[
+            in_host_memory(None) if v in part.hosted else SingleDeviceSharding(mesh.devices[0])
+            for v in part.block.outputs
+        ],
+        options=going_by_rows(target or Target.local(measure=False)),
+    )
 
 
 def form_of(part: Part) -> Hashable:
@@ -68,12 +101,19 @@ def form_of(part: Part) -> Hashable:
             op.eqn.primitive,
             tuple(sorted((name, _text(param)) for name, param in op.eqn.params.items())),
             repr(op.eqn.ctx),
+            (op.barrier, op.transfer, id(op.loop) if op.loop and op.loop.rewritten else 0),
             tuple(read(atom) for atom in op.inputs),
             tuple(named(v) for v in op.outputs),
         )
         for op in block.ops
     )
-    return inputs, ops, tuple(read(atom) for atom in block.outputs), part.donated
+    inside = part.chunks
+    by_rows = inside and (
+        inside.count,
+        tuple(numbers[v] for v in inside.rows.leaves),
+        tuple((numbers[v], numbers[leaf]) for v, leaf in inside.homes.items()),
+    )
+    return inputs, ops, tuple(read(atom) for atom in block.outputs), part.donated, by_rows
 
 
 def _text(param: Any) -> str:
@@ -125,6 +165,6 @@ def needs(cut: Cut, first: CompiledMemory, parts: Sequence[CompiledMemory]) -> l
         found.append(Need(alive + memory.temp_bytes + new * (not back), on_way))
         # What the caller has stays as it is, unless it is written over.
         gone = {n for n in part.over if n in part.donated or part.reads[n] not in arguments}
-        freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.fetched)
+        freed = sum(inputs[n].nbytes for n in gone if part.reads[n] not in part.leaves)
         alive += memory.output_bytes - leave - freed
     return found

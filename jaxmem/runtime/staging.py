@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import Block, Value, has_transfers
+from jaxmem.program.ir import Block, Value, fetched_in, has_transfers
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.fetching import fetching_ahead
 from jaxmem.rewrite.staged import Staged, can_be_staged, ready_at, staged
 from jaxmem.rewrite.standin import compilable
 from jaxmem.runtime import verify
@@ -107,9 +108,17 @@ def in_stages(
 
 
 def lending(
-    cut: Cut, block: Block, target: Target, budget_bytes: int, options: Mapping[str, str]
+    cut: Cut,
+    block: Block,
+    target: Target,
+    budget_bytes: int,
+    options: Mapping[str, str],
+    *,
+    by_rows: bool = True,
 ) -> tuple[Pieces | None, int]:
     """The step in stages that fetch the lent leaves they read, two stages ahead.
+
+    What only loops read, row by row, they fetch themselves.
 
     Args:
         cut: a step whose first part is lent leaves.
@@ -117,18 +126,24 @@ def lending(
         target: what it is compiled for.
         budget_bytes: bytes on each device.
         options: what to compile with.
+        by_rows: whether loops may fetch rows.
 
     Returns:
         The quickest that fits; where none does, how many bytes too much the smallest takes, or 0
         if none may run in stages.
     """
+    ahead: frozenset[Value] = frozenset()
+    if by_rows:
+        block, ahead = fetching_ahead(block, cut.lent)
     ready = ready_at(cut, block)
-    least = max(sum(v.nbytes for v in op.values if v in cut.lent) for op in block.ops)
+    whole = cut.lent.keys() - ahead
+    least = max(sum(v.nbytes for v in op.values if v in whole) for op in block.ops)
     tried: dict[tuple[int, ...], _Lending] = {}
     for count in _LENDING_STAGES:
-        bounds = _lending_bounds(cut, block, ready, max(least, cut.lent_bytes // count))
-        if len(bounds) <= _MOST_STAGES and tuple(bounds) not in tried:
-            tried[tuple(bounds)] = _in_stages_from(cut, block, ready, bounds, target, budget_bytes)
+        room = max(least, sum(v.nbytes for v in whole) // count)
+        bounds = tuple(_lending_bounds(cut, block, ready, room, whole))
+        if len(bounds) <= _MOST_STAGES and bounds not in tried:
+            tried[bounds] = _in_stages_from(cut, block, ready, bounds, target, budget_bytes, ahead)
     if not tried:
         return None, 0
     # Every stage is one more program that Python must have started in time: few are better.
@@ -170,10 +185,11 @@ def _in_stages_from(
     bounds: Sequence[int],
     target: Target,
     budget_bytes: int,
+    ahead: frozenset[Value],
 ) -> _Lending:
     edges = [*bounds, len(block.ops)]
     groups = _updates_after(cut, ready, edges)
-    made = staged(cut, block, bounds)
+    made = staged(cut, block, bounds, ahead)
     lent = [0, *(part.fetched_bytes for part in made.cut.parts if part.stage)]
     line = _Line(target, block, edges, groups, lent)
     fetched = [sum(part.fetched_bytes for part in group) for group in groups]
@@ -189,8 +205,12 @@ def _updates_after(cut: Cut, ready: Sequence[int], edges: Sequence[int]) -> list
     ]
 
 
-def _lending_bounds(cut: Cut, block: Block, ready: Sequence[int], room: int) -> list[int]:
+def _lending_bounds(
+    cut: Cut, block: Block, ready: Sequence[int], room: int, whole: Collection[Value]
+) -> list[int]:
     """Where stages start so that none reads more of the lent leaves, nor makes more, than ``room``.
+
+    Those are meant that are fetched ``whole``.
 
     The first is before everything: it takes what is on the device and reads no lent leaf.
     """
@@ -199,7 +219,7 @@ def _lending_bounds(cut: Cut, block: Block, ready: Sequence[int], room: int) -> 
         handed[at] += part.fetched_bytes
     bounds, read, made = [0], set[Value](), 0
     for n, op in enumerate(block.ops):
-        now = {v for v in op.values if v in cut.lent}
+        now = {v for v in op.values if v in whole}
         made += handed[n]
         if sum(v.nbytes for v in read | now) > room or (made > _MADE * room and handed[n]):
             bounds += [n] if n > bounds[-1] else []
@@ -275,11 +295,23 @@ def _own(parts: Sequence[Part], compiled: Sequence[Compiled]) -> list[tuple[Bloc
     return list(found.values())
 
 
+def _turn(part: Part, seconds: float, link: float) -> Turn:
+    """An update on a timeline; one that copies by itself copies most of the time."""
+    if part.chunks is not None:
+        inside = part.chunks
+        moved = max(inside.fetched_bytes, inside.sent_bytes) + inside.nbytes
+        return Turn(max(seconds, moved / link), alone=max(0.0, moved / link - seconds))
+    # What it gives takes the place of what was fetched.
+    way = max(part.fetched_bytes, part.sent_bytes)
+    return Turn(seconds, part.fetched_bytes, part.sent_bytes, way=way)
+
+
 class _Line:
     """The stages of a step and what is updated after each, in predicted time.
 
     Attributes:
         stages: seconds of each, of which the first is the first part of the step.
+        alone: seconds of each in which loops only wait for the rows that they fetch.
         groups: for each stage the updates that follow it.
         lent: bytes that each stage fetches for itself.
     """
@@ -295,21 +327,18 @@ class _Line:
         rates = rates_of(target)
         simulator = Simulator(rates)
         taken = simulator.seconds_of(block.inputs, block.ops, block.outputs)
-        self.stages = [sum(taken[a:b]) for a, b in itertools.pairwise([0, *ends])]
+        # Loops that fetch rows take as long as their copies, at least.
+        rows = [fetched_in(op) for op in block.ops]
+        copies = [rates.link_seconds("fetch", n) if n else 0.0 for n in rows]
+        waits = [max(0.0, copy - own) for copy, own in zip(copies, taken, strict=True)]
+        edges = list(itertools.pairwise([0, *ends]))
+        self.alone = [sum(waits[a:b]) for a, b in edges]
+        self.stages = [sum(taken[a:b]) + sum(waits[a:b]) for a, b in edges]
         if has_transfers(block):
             self.stages = [simulator.step(block).seconds]
         self.lent = lent or [0] * len(self.stages)
         self.groups = [
-            [
-                Turn(
-                    block_seconds(p.block, rates),
-                    p.fetched_bytes,
-                    p.sent_bytes,
-                    # What it gives takes the place of what was fetched.
-                    way=max(p.fetched_bytes, p.sent_bytes),
-                )
-                for p in group
-            ]
+            [_turn(p, block_seconds(p.block, rates), target.duplex_bytes_per_second) for p in group]
             for group in groups
         ]
         self.link = target.duplex_bytes_per_second
@@ -323,10 +352,9 @@ class _Line:
             memory: what each part takes, where that is known.
         """
         turns: list[Turn] = []
-        for n, (seconds, lent, group) in enumerate(
-            zip(self.stages, self.lent, self.groups, strict=True)
-        ):
-            turns += [Turn(seconds, lent, way=lent, stage=True)] if n else []
+        stages = zip(self.stages, self.lent, self.alone, self.groups, strict=True)
+        for n, (seconds, lent, alone, group) in enumerate(stages):
+            turns += [Turn(seconds, lent, way=lent, stage=True, alone=alone)] if n else []
             turns += group
         turns = [replace(turn, room=window) for turn in turns]
         if memory:

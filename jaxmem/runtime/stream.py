@@ -112,7 +112,7 @@ class Stream:
         inputs = self.cut.program.block.inputs
         # What is not replaced was only read, and stays the caller's own.
         replaced = {inputs[places[n]] for n, _ in self.cut.hosted_results}
-        last = {lent.get(v, v): n for n, item in enumerate(self.items) for v in item.part.fetched}
+        last = {lent.get(v, v): n for n, item in enumerate(self.items) for v in item.part.leaves}
         found: list[list[Value]] = [[] for _ in self.items]
         for leaf, number in last.items():
             if leaf in replaced and leaf not in self.handed_back:
@@ -124,7 +124,7 @@ class Stream:
         """The leaves in host memory that nothing reads and results of the first part replace."""
         program = self.cut.program
         lent = self.cut.lent
-        fetched = (v for item in self.items for v in item.part.fetched)
+        fetched = (v for item in self.items for v in item.part.leaves)
         needed = self.handed_back.union(lent.get(v, v) for v in fetched)
         sent, places = set(self.cut.sent), program.places
         leaves = [program.block.inputs[places[n]] for n, v in self.cut.hosted_results if v in sent]
@@ -252,9 +252,7 @@ class _Run:
         if self.at >= len(items):
             return f"the last copy to the host of {program.name}"
         part, first = items[self.at].part, len(program.consts)
-        paths = [
-            program.arguments[program.block.inputs.index(v) - first].path for v in part.fetched
-        ]
+        paths = [program.arguments[program.block.inputs.index(v) - first].path for v in part.leaves]
         update = paths and not part.stage
         what = f"the update of {paths[0]}" if update else "a stage of the gradients"
         return f"{what} (part {self.at + 1} of {len(items)} of {program.name})"
@@ -308,6 +306,7 @@ class _Run:
             self.here.pop((self.at, part.reads[n]), None)
             self.env.pop(part.reads[n], None)
         self._take(part.names, outputs)
+        self.back.update((v, self.env.pop(v)) for v in part.hosted)
         if alone:
             jax.block_until_ready(outputs)
         elif part.stage:
@@ -352,7 +351,9 @@ class _Run:
             self._fetch()
 
     def _fetch(self) -> None:
-        number, leaves = self.fetched, self.stream.items[self.fetched].part.fetched
+        number, part = self.fetched, self.stream.items[self.fetched].part
+        leaves = part.fetched
+        self.here.update(((number, v), self.on_host[v]) for v in part.leaves if v not in leaves)
         if leaves:
             on_host = [self.on_host[v] for v in leaves]
             places = [array.sharding.with_memory_kind("device") for array in on_host]

@@ -15,11 +15,12 @@ from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program, aval_bytes
-from jaxmem.runtime import following, rounds
+from jaxmem.program.parts import Part
+from jaxmem.runtime import following, guard, rounds
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import host_memory
-from jaxmem.runtime.parts import Need
+from jaxmem.runtime.parts import Need, compile_parts
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.staging import Pieces, in_one, in_stages, lending
 from jaxmem.runtime.stream import Item, Stream
@@ -33,6 +34,8 @@ _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 # So many of the largest are under way at a time: one on its way to the device, one being updated
 # and two on their way back keep both directions busy; or so many bytes, if that is more.
 _WINDOW, _WINDOW_BYTES = 4, 2**30
+# An update that fetches more, or this share of the budget, goes through its leaves by rows.
+_WHOLE_BYTES, _WHOLE_SHARE = 2 * 2**30, 16
 # Room that copies leave for what XLA's allocator adds: a free block goes out whole where it is less
 # than twice what is asked for and less than 128 MiB larger, and a scalar takes 256 bytes. Of 24 GiB
 # an H200 gave 33.6 MB more than was planned, of 23 GiB a model of that allocator 134 MB.
@@ -72,7 +75,19 @@ def fit(
             f"{program.name}: host= streams arguments of steps on one device; these are split "
             "over several. Leave host= out."
         )
-    pieces = cut(program, asked.hosted, min(_BUCKET_BYTES, budget_bytes // _BUCKETS))
+    planned_bytes = budget_bytes
+    if asked.plan is not None:
+        # What it was planned for decides about stages and rows, wherever it is followed.
+        planned_bytes = asked.plan.budget_bytes
+        budget_bytes = min(budget_bytes, planned_bytes)
+    bucket = min(_BUCKET_BYTES, planned_bytes // _BUCKETS)
+    whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
+    pieces = cut(program, asked.hosted, bucket, whole)
+    against = _against_rows([part for part in pieces.parts if part.chunks], target)
+    if against:
+        pieces = cut(program, asked.hosted, bucket)
+        note = f"leaves are fetched whole and not by rows: {against}"
+        asked = replace(asked, notes=(*asked.notes, note))
     _check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
     if pieces.lent:
@@ -90,6 +105,16 @@ def fit(
     return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
 
 
+def _against_rows(parts: Sequence[Part], target: Target) -> str:
+    """Why updates must not go by rows, after all; "" for no reason."""
+    if not parts:
+        return ""
+    # Such a copy of a leaf in host memory went at 5 GB/s on an H200.
+    if any(one.memory.host_temp_bytes for one in compile_parts(parts, target)):
+        return "XLA would copy them in host memory"
+    return guard.against_rows(target)
+
+
 def _lent(
     pieces: Cut,
     asked: Asked,
@@ -104,18 +129,41 @@ def _lent(
     the gradients are planned with that much less.
     """
     _check_stages(pieces)
-    less, left = 0, _ROUNDS
+    less, left, against = 0, _ROUNDS, ""
     while True:
         first = _first(pieces, asked, compiler, budget_bytes, report, less)
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
-        found, lacking = lending(pieces, first.block, target, budget_bytes, options)
+        found, lacking = lending(
+            pieces, first.block, target, budget_bytes, options, by_rows=not against
+        )
+        if found is not None and not against:
+            against = _against_loops(found, target)
+            if against:
+                continue
         if found is not None:
-            return first, found
+            return replace(first, plan=_told(first.plan, against)), found
         left -= 1
         if not left or not lacking or asked.plan is not None:
             raise _too_large(pieces, budget_bytes, target, first, lacking)
         less += lacking
+
+
+def _against_loops(found: Pieces, target: Target) -> str:
+    """Why loops must not fetch rows, after all; "" for no reason."""
+    loops = [one for part, one in zip(found.cut.parts, found.parts, strict=True) if part.waiting]
+    if not loops:
+        return ""
+    if any(one.memory.host_temp_bytes for one in loops):
+        return "XLA would copy them in host memory"
+    return guard.against_rows(target)
+
+
+def _told(plan: Plan, against: str) -> Plan:
+    if not against:
+        return plan
+    note = f"what loops read row by row is fetched whole: {against}"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _first(
@@ -270,16 +318,16 @@ def _check_fits(
         return
     part = pieces.parts[memory.index(largest)]
     program = pieces.program
-    leaf = program.block.inputs.index(part.fetched[0]) - len(program.consts) if part.fetched else 0
-    count = len(part.fetched)
+    leaf = program.block.inputs.index(part.leaves[0]) - len(program.consts) if part.leaves else 0
+    count = len(part.leaves)
     together = f" and {count - 1} more at once" if count > 1 else ""
     smallest = largest.least_bytes
     raise BudgetInfeasibleError(
         f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: updating "
         f"{program.arguments[leaf].path}{together} takes {format_bytes(largest.way_bytes)} beside "
         f"{format_bytes(largest.beside_bytes)} of parameters, gradients and temporaries.\n"
-        f'  Use budget="{format_budget(smallest)}", or smaller leaves: what is one array, or '
-        "meets in one operation, is fetched at once.",
+        f'  Use budget="{format_budget(smallest)}", or smaller leaves: an array whose '
+        "rows need each other, or what meets in one operation, is fetched at once.",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         holders=first.plan.holders,
@@ -316,7 +364,8 @@ def _plan(
     taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
     ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
     window = max(windows, default=0)
-    moved = [n for n, item in enumerate(stream.items) if item.part.moves]
+    moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
+    by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
     updates = [n for n in moved if not stream.items[n].part.stage]
     here = {
         n: aval_bytes(atom.aval)
@@ -345,6 +394,8 @@ def _plan(
             programs=len({id(found.parts[n]) for n in updates}),
             fetched_bytes=found.cut.fetched_bytes,
             sent_bytes=pieces.sent_bytes,
-            window_bytes=window,
+            window_bytes=max([window, *(chunks.nbytes for chunks in by_rows)]),
+            by_rows=len(by_rows),
+            ahead=len({v for item in stream.items for v in item.part.waiting}),
         ),
     )

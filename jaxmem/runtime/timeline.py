@@ -26,6 +26,7 @@ class Turn:
         way: device memory of what is copied for it.
         room: device memory for what is copied while it runs, its own included.
         stage: whether it is a stage of what computes gradients.
+        alone: seconds of it in which only what it copies by itself is under way.
     """
 
     seconds: float
@@ -34,6 +35,7 @@ class Turn:
     way: int = 0
     room: int = 0
     stage: bool = False
+    alone: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class _Clock:
             if turn.fetched or turn.sent:
                 self.python += _PYTHON_SECONDS
         whole = max(self.queue, self.outwards)
-        computed = first + sum(turn.seconds for turn in self.turns)
+        computed = first + sum(turn.seconds - turn.alone for turn in self.turns)
         return Times(whole, max(0.0, whole - computed))
 
     def _room(self, number: int) -> int:

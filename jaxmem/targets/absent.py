@@ -43,6 +43,19 @@ class AbsentDevices:
             return self.replicated.with_memory_kind(kind)
         return NamedSharding(self.mesh(given.mesh), given.spec, memory_kind=kind)
 
+    def of_argument(self, given: Any) -> NamedSharding:
+        """The same for an argument, which may wait in host memory and say so in its type.
+
+        That is what JAX makes of a layout over a mesh; of one for a device it takes no memory into
+        the type. Absent devices do not say what memory they have, and JAX forgets the memory kind
+        of a layout over them. An abstract mesh keeps it, and the devices are those of the others.
+        """
+        here = self.sharding(given)
+        typed = isinstance(given, NamedSharding) and given.mesh.size == 1
+        if not typed or given.memory_kind != "pinned_host":
+            return here
+        return NamedSharding(here.mesh.abstract_mesh, here.spec, memory_kind="pinned_host")
+
     def mesh(self, given: Any) -> Mesh:
         """The same mesh here.
 

@@ -183,6 +183,20 @@ def overlapping(target: Target) -> dict[str, str]:
     return {"xla_gpu_enable_command_buffer": ""} if target.platform == "gpu" else {}
 
 
+def going_by_rows(target: Target) -> dict[str, str]:
+    """Compiler options of a program that takes leaves from host memory some rows at a time.
+
+    Nothing is made again in it. XLA:CPU of jaxlib 0.12.0.1 ends the process ("Check failed: buffer
+    != nullptr") where such a loop keeps its barriers, and there they order nothing.
+
+    >>> going_by_rows(Target("h200"))
+    {'xla_gpu_enable_command_buffer': ''}
+    """
+    if target.platform == "cpu":
+        return {_DISABLED_PASSES: "reshape-mover"}
+    return overlapping(target)
+
+
 def runs_here(target: Target) -> bool:
     """Whether a program compiled for the target can be called in this process.
 
@@ -254,7 +268,7 @@ def _lower_absent(target: Target, jit: Any, fun: Any, avals: Any, out_shardings:
     elif not split:
         out_shardings = absent.replicated
     placed = jax.tree.map(
-        lambda aval: _with_sharding(aval, absent.sharding(_given_sharding(aval))), avals
+        lambda aval: _with_sharding(aval, absent.of_argument(_given_sharding(aval))), avals
     )
     jit = functools.partial(jit, out_shardings=out_shardings)
     traced = jit(fun).trace(*placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 
 import jaxmem
 from jaxmem import policies
-from jaxmem.runtime import guard
+from jaxmem.rewrite import chunked
+from jaxmem.runtime import guard, parts
 from jaxmem.targets.target import Target
 from tests.fitted_steps import DEEP_ARGS, deep
 
@@ -54,6 +56,31 @@ def test_wrong_numbers_are_found(monkeypatch):
 
     monkeypatch.setattr(guard, "as_function", wrong)
     assert "a scanned net: result" in guard.wrong_on(H200)
+
+
+def test_updates_by_rows_come_out_right_here():
+    assert guard.wrong_by_rows(H200) == ""
+
+
+def test_rows_that_start_at_the_counter_itself_are_found(monkeypatch):
+    """What jaxlib 0.10.2 makes of rows that are fetched ahead."""
+
+    class Raw(chunked._Loop):
+        def _fetch(self, stack, start, count):
+            raw = start if isinstance(start, int) else start - count
+            return super()._fetch(stack, raw, count)
+
+    monkeypatch.setattr(parts, "as_loop", Raw)
+    assert "an update by rows: result" in guard.wrong_by_rows(H200)
+
+
+def test_what_is_wrong_with_rows_is_asked_of_the_gpu_that_is_here(monkeypatch, fresh):
+    monkeypatch.setattr(guard, "wrong_by_rows", lambda target: "all differ")
+    assert guard.against_rows(H200) == ""
+    monkeypatch.setattr(guard, "runs_here", lambda target: True)
+    assert re.search(r"jaxlib \d.*46231.*all differ", guard.against_rows(H200))
+    (file,) = fresh.glob("rows-*.json")
+    assert json.loads(file.read_text()) == {"wrong": "all differ"}
 
 
 def test_what_was_found_is_kept_for_the_next_process(monkeypatch, fresh, offloaded):

@@ -278,10 +278,13 @@ def test_stages_with_a_callback_are_planned_for_an_absent_gpu():
 
 
 def test_the_budget_that_an_error_names_holds_for_the_updates_too():
-    """What computes the first part here is a sum; the update has the leaf and its new value."""
+    """What computes the first part here is a sum; the update has the leaf and its new value.
+
+    Each row is multiplied by the largest of all, so the update cannot go by rows.
+    """
 
     def step(s, t, x):
-        return s * 0.9 + x.sum() + t.mean(), t.sum()
+        return s * s.max() + x.sum() + t.mean(), t.sum()
 
     leaf = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     told = r"what computes the gradients takes 1\.0MiB, and the largest update beside it 2\.0MiB"

@@ -41,7 +41,7 @@ ADAM = OPTIMIZERS["adam"]
         ({"host": ["state[1]*", ""]}, jaxmem.ArgumentError, "patterns of argument paths"),
         ({"measure": True}, jaxmem.ArgumentError, "not timed yet"),
         ({"target": "cpu"}, jaxmem.ArgumentError, "computes in host memory"),
-        ({"donate_argnums": ()}, CutError, "It is not donated"),
+        ({"donate_argnums": ()}, CutError, "it is not donated"),
         ({"host_budget": "4MiB"}, jaxmem.BudgetError, "in host memory"),
         ({"host_budget": 0}, jaxmem.BudgetError, "in host memory"),
     ],
@@ -162,7 +162,7 @@ def test_what_is_made_anew_and_not_donated_is_refused():
         return state[1:], state[0], loss
 
     params, *moments = state_with(ADAM)
-    with pytest.raises(CutError, match=r"moments\[0\]\[0\].mu.*It is not donated"):
+    with pytest.raises(CutError, match=r"moments\[0\]\[0\].mu.*it is not donated"):
         fitted(step, host="moments*", donate_argnums=1).plan(moments, params, X)
 
 
