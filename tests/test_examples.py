@@ -263,7 +263,7 @@ def quick_results(train_gpt, tmp_path_factory):
     return code, json.loads(results.read_text())
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_quick_example_keeps_every_budget_and_every_loss(train_gpt, quick_results):
     code, results = quick_results
     assert results["problems"] == []
@@ -279,7 +279,7 @@ def test_quick_example_keeps_every_budget_and_every_loss(train_gpt, quick_result
         assert len(run["losses"]) == len(keep_all["losses"]) == train_gpt.QUICK.steps
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_quick_example_plans_for_an_h100_that_is_not_there(quick_results):
     plan = quick_results[1]["absent_gpu"]
     assert plan["compiled_bytes"] <= plan["budget_bytes"] < plan["keep_all_compiled_bytes"]

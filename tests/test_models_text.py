@@ -173,6 +173,7 @@ def matrix_products(jaxpr):
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("kind", NETS)
 def test_a_checkpoint_policy_recomputes_and_changes_nothing(kind, scan_layers):
@@ -254,8 +255,13 @@ def test_a_tiny_workload_learns_its_batch(kind):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=pytest.mark.slow if n else pytest.mark.wide)
+        for n, k in enumerate(NETS)
+    ],
+)
 def test_a_tiny_workload_has_the_same_losses_inside_a_budget(kind):
     work, state, batch, as_written, losses = trained(kind)
     needs = as_written.memory_analysis()

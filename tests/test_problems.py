@@ -40,9 +40,14 @@ def _finite(leaf: jax.Array) -> bool:
     return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
 
 
-# Wide: on the other Python tests/test_laws.py runs them.
-@pytest.mark.wide
-@pytest.mark.parametrize("name", PROBLEMS)
+# Every other one: tests/test_laws.py runs most of them, too.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if n % 2 else pytest.mark.wide)
+        for n, name in enumerate(PROBLEMS)
+    ],
+)
 def test_step_runs_and_its_memory_is_activations(name: str):
     first, second = pure(PROBLEMS[name]), pure(PROBLEMS[name])
     assert_same(first.args, second.args, multiple=0)

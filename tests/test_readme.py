@@ -93,6 +93,7 @@ def plans_in(namespace: dict[str, Any]) -> list[jaxmem.Plan]:
     return [*outcomes, *(v for v in namespace.values() if isinstance(v, jaxmem.Plan))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("title", sorted(WITH_PYTHON - OWN_TEST))
 def test_python_runs_and_keeps_its_budget(title: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -146,6 +147,7 @@ def test_the_curve_is_one(capsys):
     assert curve.marginal("2.5MiB") > 0
 
 
+@pytest.mark.wide
 def test_the_explanation_is_about_the_plan(capsys):
     found = run("Why a plan is what it is")
     printed = capsys.readouterr().out
@@ -155,6 +157,7 @@ def test_the_explanation_is_about_the_plan(capsys):
     assert all(p.compiled_bytes <= p.budget_bytes for p in plans_in(found))
 
 
+@pytest.mark.wide
 def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     section = SECTIONS["Command line"]
     (source,) = section.blocks("python")

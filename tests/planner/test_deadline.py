@@ -65,6 +65,7 @@ def test_with_no_time_at_all_the_plan_is_a_simple_answer_and_says_so():
     assert_same(deep(*DEEP_ARGS), fitted(*DEEP_ARGS))
 
 
+@pytest.mark.wide
 def test_with_time_enough_it_changes_nothing(planned_deep):
     plan = jaxmem.plan(deep, *DEEP_ARGS, budget=DEEP_BUDGET, time_limit=1e6, progress=False)
     assert plan.to_json() == planned_deep.plan(*DEEP_ARGS).to_json()

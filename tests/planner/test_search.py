@@ -234,6 +234,7 @@ for target, budget in [("cpu", "64MiB"), ("h200", "72MiB")]:
 """
 
 
+@pytest.mark.wide
 def test_the_same_plan_byte_for_byte_in_another_process():
     """Law 5: whatever the hash seed, and so the order of every set of strings."""
     processes = [

@@ -154,6 +154,7 @@ def stepping(form: str, length: int) -> tuple[Search, list]:
     return found, [*found.program.consts, *args]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("form", "length", "counts"),
     [

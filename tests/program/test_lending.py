@@ -79,6 +79,7 @@ def together(pieces, call):
     return [env[v] if isinstance(v, Value) else v.val for v in program.block.outputs]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["adam", "clipped twice", *MORE])
 def test_the_parts_compute_what_the_step_does(name: str):
     tx = OPTIMIZERS[name]

@@ -154,6 +154,7 @@ def products_offloaded(scan: bool):
     return search.scheduler.schedule(keep), simulation, done.memory
 
 
+@pytest.mark.wide
 def test_unrolled_layers_are_off_the_device():
     """XLA makes 10% more of this net than is simulated, and transfers hardly change that."""
     traced, search = transformer(False)
@@ -174,6 +175,7 @@ def test_scanned_layers_are_off_the_device():
     assert plain.temp_bytes - memory.temp_bytes >= 0.9 * before
 
 
+@pytest.mark.wide
 def test_a_chain_with_a_host_recomputes_less_and_is_as_large_as_one_without():
     """What is sent on the way forward is on the host by the turn: 18 turns, 11 values moved."""
     shape = Shape(6, d_model=1024, heads=8, vocab=256, batch=32, sequence=512)

@@ -99,6 +99,7 @@ def test_a_planned_step_reports_the_planned_program():
     assert len(planned.timeline) > len(plain.timeline), "its recomputations are operations too"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_byte_at_the_predicted_peak_has_a_buffer(name: str):
     """Also what lives inside nested loops, branches and checkpointed regions."""

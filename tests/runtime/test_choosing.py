@@ -87,6 +87,7 @@ def test_nothing_waits_where_nothing_need_be_recomputed():
     assert plan.notes[-1].startswith("host=AUTO took one program; predicted were one program: ")
 
 
+@pytest.mark.wide
 def test_the_quickest_of_what_fits_is_taken_and_computes_what_jit_does():
     step = chosen(TIGHT)
     with pytest.raises(BudgetInfeasibleError):

@@ -100,6 +100,7 @@ def test_no_policy_is_faster_within_its_bytes(made):
             assert curve.at(policy.peak_bytes).seconds <= policy.seconds
 
 
+@pytest.mark.wide
 def test_a_plan_for_a_budget_takes_the_seconds_of_the_curve(made):
     compiler, curve = made
     smallest, largest = curve.points[0].peak_bytes, curve.points[-1].peak_bytes

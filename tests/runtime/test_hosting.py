@@ -179,6 +179,7 @@ def smallest_bytes() -> int:
     return caught.value.smallest_bytes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("budget", "host"), [("20MiB", None), ("85MiB", None), ("99MiB", "1MiB")])
 def test_the_host_takes_no_more_compiles_than_a_plan_may(budget, host, compiles):
     """Arguments alone too large, nothing that fits, and a host without room for a leaf."""
@@ -203,6 +204,7 @@ def test_moments_leave_first_and_no_more_than_it_takes(smallest_bytes: int):
     assert all(path.startswith("state[1]") for path in plan.hosted)
 
 
+@pytest.mark.wide
 def test_where_moments_are_not_enough_parameters_follow(smallest_bytes: int):
     """The named smallest budget works, with the whole state on the host."""
     plan = plan_large(smallest_bytes)

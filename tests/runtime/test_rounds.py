@@ -106,6 +106,7 @@ def test_an_absent_gpu_is_noted(compiler):
     assert any("planned for h200, which is not this machine" in n for n in outcome.plan.notes)
 
 
+@pytest.mark.wide
 def test_what_a_policy_compiles_to_is_enough_to_be_as_quick():
     """Searches aim below a budget; the policy that has all of it is then the answer."""
     step = pure(PROBLEMS["transformer_scan"])

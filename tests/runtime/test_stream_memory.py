@@ -118,8 +118,15 @@ def deep(state, x):
     return {"params": params, "master": master, "moments": moments}, loss
 
 
-@pytest.mark.parametrize("bytes_per_second", [20e9, 50e9])
-@pytest.mark.parametrize("gib", [23, 24])
+@pytest.mark.parametrize(
+    ("gib", "bytes_per_second"),
+    [
+        (23, 50e9),
+        pytest.param(24, 20e9, marks=pytest.mark.wide),
+        pytest.param(23, 20e9, marks=pytest.mark.slow),
+        pytest.param(24, 50e9, marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_that_the_allocator_rounds_up_stay_within_the_budget(
     gib: int, bytes_per_second: float
 ):

@@ -141,6 +141,7 @@ def test_gradients_are_computed_in_stages_between_updates(deep):
     same(state, expected, rtol=2e-3)
 
 
+@pytest.mark.wide
 def test_a_smaller_budget_is_kept_by_every_program(deep, tmp_path):
     run = fitted(deep.step, budget=int(deep.plan.compiled_bytes * 0.6))
     plan = run.plan(deep.fresh(), ROWS)
