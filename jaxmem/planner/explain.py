@@ -272,7 +272,7 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
-    if plan.streamed is not None and not plan.streamed.updates:
+    if plan.streamed is not None and not plan.streamed.updates and not plan.streamed.along:
         s = plan.streamed
         yield (
             f"these are read in {s.stages} stages, with {format_bytes(s.fetched_bytes)} fetched in "
@@ -298,9 +298,12 @@ def _about(plan: Plan) -> Iterator[str]:
 
 
 def _ahead(streamed: Streamed) -> str:
-    if not streamed.ahead:
-        return ""
-    return f"; loops fetch {streamed.ahead} of these arrays row by row, one iteration ahead"
+    text = ""
+    if streamed.along:
+        text = f"; {streamed.along} of these arrays are updated in the loops that make gradients"
+    if streamed.ahead:
+        text += f"; loops fetch {streamed.ahead} of them row by row, one iteration ahead"
+    return text
 
 
 def _price(plan: Plan) -> Iterator[str]:

@@ -161,6 +161,7 @@ class Streamed:
         window_bytes: the most device memory that the copies take at a time.
         by_rows: how many of the pieces go through their leaves some rows at a time.
         ahead: how many leaves are read by loops that fetch a row one iteration ahead.
+        along: how many leaves are updated row by row in the loops that make their gradients.
     """
 
     stages: int
@@ -171,6 +172,7 @@ class Streamed:
     window_bytes: int
     by_rows: int = 0
     ahead: int = 0
+    along: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+
+# XLA writes out a loop of fewer turns.
+_SHORTEST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +96,15 @@ def nest(block: Block, cut: int | None = None) -> Nest:
 def is_backward(op: Op) -> bool:
     """Whether JAX's transposition made ``op``: the backward pass of some derivative."""
     return "transpose(" in _compat.name_stack_of(op.eqn)
+
+
+def goes_by_turns(op: Op) -> bool:
+    """Whether ``op`` is a loop as ``lax.scan`` runs it, so that more can be done in each turn."""
+    loop = op.loop
+    if loop is None or loop.step or loop.filled or loop.pieces or loop.unroll != 1:
+        return False
+    keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in op.outputs)
+    return loop.length >= _SHORTEST and not keys
 
 
 def _pairs(block: Block, cut: int | None) -> Iterator[Pair]:

@@ -40,12 +40,18 @@ class Part:
     @property
     def leaves(self) -> tuple[Value, ...]:
         """Those of its inputs that wait in host memory."""
-        return self.chunks.rows.leaves if self.chunks else (*self.fetched, *self.waiting)
+        own = self.chunks.rows.leaves if self.chunks else ()
+        return (*own, *self.fetched, *self.waiting)
 
     @property
     def hosted(self) -> tuple[Value, ...]:
         """Those of its outputs that it leaves in host memory itself."""
         return tuple(self.chunks.homes) if self.chunks else ()
+
+    @property
+    def along(self) -> bool:
+        """Whether it is a loop with updates that go along with it."""
+        return self.chunks is not None and self.chunks.beside is not None
 
     @property
     def fetched_bytes(self) -> int:
@@ -67,7 +73,12 @@ class Part:
         """Bytes that come from the host, and that go there, whoever copies them."""
         inside = self.chunks
         more = (inside.fetched_bytes, inside.sent_bytes) if inside else (0, 0)
-        rows = sum(fetched_in(op) for op in self.block.ops) if self.waiting else 0
+        looped = self.waiting or self.along
+        rows = sum(fetched_in(op) for op in self.block.ops) if looped else 0
+        if inside and inside.beside:
+            # A row that the loop and the update read comes once.
+            called = inside.beside.called.items()
+            rows -= sum(v.nbytes for v, leaf in called if leaf in inside.rows.leaves)
         return self.fetched_bytes + more[0] + rows, self.sent_bytes + more[1]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem.program.ir import Atom, Block, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.primitives import may_repeat
 from jaxmem.program.rowrules import AcrossRowsError, along, resized
 
@@ -73,6 +73,28 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
+class Beside:
+    """A loop of which each turn makes a row that an update takes: the gradients of a layer.
+
+    Attributes:
+        op: the loop, and ``before`` what is done before it.
+        made: for values that the update takes by rows which stacked result of the loop each is.
+        called: what the loop and ``before`` read that the update knows under another name.
+    """
+
+    op: Op
+    before: tuple[Op, ...]
+    made: Mapping[Value, int]
+    called: Mapping[Value, Value]
+
+    @property
+    def loop(self) -> Loop:
+        """How the loop goes."""
+        assert self.op.loop is not None
+        return self.op.loop
+
+
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """How an update goes through its leaves.
 
@@ -81,12 +103,14 @@ class Chunks:
         count: how many rows are taken at a time.
         homes: for each result that goes to host memory the leaf whose place it takes.
         over: arguments on the device whose buffers results may take.
+        beside: the loop that makes the rows it takes, if it goes along with one.
     """
 
     rows: Rows
     count: int
     homes: dict[Value, Value]
     over: tuple[Value, ...] = ()
+    beside: Beside | None = None
 
     @property
     def nbytes(self) -> int:

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.program.ir import Block, Loop, Op, Value
+from jaxmem.program.loops import goes_by_turns
 from jaxmem.rewrite.rows import not_seen_through, rows_of, write_rows
-
-# A loop of fewer turns is not worth it: XLA writes it out.
-_SHORTEST = 3
 
 
 def fetching_ahead(block: Block, waiting: Collection[Value]) -> tuple[Block, frozenset[Value]]:
@@ -48,10 +46,7 @@ def fetching_ahead(block: Block, waiting: Collection[Value]) -> tuple[Block, fro
 def _sliced(op: Op) -> list[Value]:
     """What the loop ``op`` reads a row of in every iteration, at its own counter."""
     loop = op.loop
-    if loop is None or loop.step or loop.filled or loop.pieces or loop.unroll != 1:
-        return []
-    keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in op.outputs)
-    if loop.length < _SHORTEST or keys:
+    if loop is None or not goes_by_turns(op):
         return []
     return [a for a in op.inputs[loop.num_consts + loop.num_carry :] if isinstance(a, Value)]
 

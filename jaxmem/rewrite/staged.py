@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from jaxmem.program.crossing import Crossing
 from jaxmem.program.cut import Cut, donating, lasting
 from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
+from jaxmem.program.joining import joined
 from jaxmem.program.parts import Part, lined_up
 
 
@@ -62,7 +63,14 @@ def can_be_staged(block: Block) -> bool:
     return not has_transfers(block) and not any(op.eqn.effects for op in block.ops)
 
 
-def staged(cut: Cut, block: Block, bounds: Sequence[int], ahead: Collection[Value] = ()) -> Staged:
+def staged(
+    cut: Cut,
+    block: Block,
+    bounds: Sequence[int],
+    ahead: Collection[Value] = (),
+    *,
+    joining: bool = False,
+) -> Staged:
     """A cut step with its first part in stages.
 
     Args:
@@ -70,6 +78,7 @@ def staged(cut: Cut, block: Block, bounds: Sequence[int], ahead: Collection[Valu
         block: the schedule of its first part.
         bounds: the operations at which the second stage starts, the third, and so on.
         ahead: lent leaves of which loops fetch rows themselves.
+        joining: let updates go along with the loops that make their gradients.
     """
     edges = [0, *bounds, len(block.ops)]
     stages = _stages(cut, block, edges, ahead)
@@ -82,6 +91,8 @@ def staged(cut: Cut, block: Block, bounds: Sequence[int], ahead: Collection[Valu
     program = cut.program
     outputs = enumerate(program.block.outputs)
     kept = {v for n, v in outputs if isinstance(v, Value) and n not in cut.hosting.results}
+    if joining:
+        line = joined(line, cut.lent, kept)
     parts = lined_up(line, kept=kept, lasting=lasting(program))
     first = _first(cut, stages[0], {v for part in parts for v in part.reads})
     whole = replace(cut, first=first, parts=parts)

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from jaxlib.version import __version__ as jaxlib_version
 from jaxmem import policies
 from jaxmem.errors import VerificationError
 from jaxmem.program.calling import Caller
+from jaxmem.program.cut import cut
 from jaxmem.program.ir import Block, Value, has_transfers, in_host_memory
-from jaxmem.program.parts import Part, lined_up
-from jaxmem.program.rowwise import Chunks, rows_of
+from jaxmem.program.joining import joinable
 from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.staged import staged
 from jaxmem.runtime import rounds, verify
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.parts import compile_parts
@@ -114,42 +115,70 @@ def wrong_on(target: Target) -> str:
 
 
 def wrong_by_rows(target: Target) -> str:
-    """What comes out wrong of an update that goes by rows; "" for nothing.
+    """What comes out wrong of updates that go by rows, after a loop and along with one; "" for
+    nothing.
 
     Runs on the device that is here, whatever the target.
     """
-
-    def update(master: Any, moment: Any, params: Any, grad: Any) -> Any:
-        moment = 0.9 * moment + 0.1 * grad
-        master = master - 0.01 * moment
-        return master, moment, master.astype(params.dtype)
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    stacks = [jax.random.normal(key, (_STACKED, _ROWS, _WIDTH)) for key in keys]
-    args = (stacks[0], stacks[1], stacks[0].astype(jnp.bfloat16), stacks[2])
-    caller = Caller(update)
-    program = caller.trace(caller.take(args, {})).program
-    block, results = program.block, program.block.outputs
-    new = [v for v in results[:2] if isinstance(v, Value)]
-    homes = dict(zip(new, block.inputs[:2], strict=True))
-    rows = rows_of(block, block.inputs[:2], new)
-    assert rows is not None and not program.consts
-    part = Part(block, block.inputs, tuple(results), chunks=Chunks(rows, 2, homes))
-    (part,) = lined_up([part], kept=(), lasting=())
     if not runs_here(target):
         target = Target.local(measure=False)
-    (compiled,) = compile_parts([part], target)
-    on_host = [jax.device_put(a, in_host_memory(None)) for a in args[:2]]
-    given = [*on_host, *map(jnp.copy, args[2:])]  # It writes over them.
-    expected = jax.jit(update)(*args)
-    found = compiled.executable(*given)
-    paths = [leaf.path for leaf in program.results]
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacks = [jax.random.normal(key, (_STACKED, _ROWS, _WIDTH)) for key in keys]
+    args = (stacks[0], stacks[1], stacks[0].astype(jnp.bfloat16))
+    tried = {"an update by rows": (_update, stacks[2]), "one in a loop": (_descend, stacks[2][0])}
+    for name, (function, given) in tried.items():
+        wrong = _wrong_in_rows(name, function, (*args, given), target)
+        if wrong:
+            return wrong
+    return ""
+
+
+def _update(master: Any, moment: Any, params: Any, grad: Any) -> Any:
+    moment = 0.9 * moment + 0.1 * grad
+    master = master - 0.01 * moment
+    return master, moment, master.astype(params.dtype)
+
+
+def _descend(master: Any, moment: Any, params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        x_last, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x * 0.05, params * 0.05)
+        return jnp.square(x_last).sum()
+
+    return _update(master, moment, params, jax.grad(loss)(params.astype(jnp.float32)))
+
+
+def _wrong_in_rows(
+    name: str, function: Callable[..., Any], args: Sequence[Any], target: Target
+) -> str:
+    """What comes out wrong of a step whose first two arguments wait in host memory."""
+    caller = Caller(function, (0, 1, 2))
+    program = caller.trace(caller.take(tuple(args), {})).program
+    pieces = cut(program, range(2), bucket_bytes=2 * _ROWS * _WIDTH * 4, whole_bytes=0)
+    block = pieces.first.block
+    loops = joinable(block, block.outputs, pieces.parts)
+    bounds = sorted({edge for at in loops for edge in (at, at + 1) if edge < len(block.ops)})
+    run = staged(pieces, block, bounds, joining=True)
+    assert all(part.chunks for part in run.cut.parts if not part.stage)
+    assert not loops or any(part.chunks for part in run.cut.parts if part.stage)
+    # It writes over them.
+    env = dict(zip(program.block.inputs, map(jnp.copy, args), strict=True))
+    env.update((v, jax.device_put(env[v], in_host_memory(None))) for v in program.block.inputs[:2])
+    first = run.cut.first.block
+    outputs = jax.jit(as_function(first))(*(env[v] for v in first.inputs))
+    env.update((v, a) for v, a in zip(run.names, outputs, strict=True) if isinstance(v, Value))
+    compiled = compile_parts(run.cut.parts, target)
+    for part, one in zip(run.cut.parts, compiled, strict=True):
+        outputs = one.executable(*(env[v] for v in part.reads))
+        env.update((v, a) for v, a in zip(part.names, outputs, strict=True) if isinstance(v, Value))
+    found = [env[v] for v in program.block.outputs if isinstance(v, Value)]
+    plain = jax.jit(function)
 
     def nearby() -> Any:
-        return jax.jit(update)(*(verify.nudged(a, n) for n, a in enumerate(args)))
+        return plain(*(verify.nudged(a, n) for n, a in enumerate(args)))
 
     try:
-        verify.compare(expected, found, paths, "an update by rows", nearby)
+        paths = [leaf.path for leaf in program.results]
+        verify.compare(plain(*args), found, paths, name, nearby)
     except VerificationError as error:
         return str(error)
     return ""

@@ -16,11 +16,13 @@ from jaxmem.program.ir import Atom, Value, in_host_memory
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.chunked import as_loop
 from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.joined import as_joined
 from jaxmem.rewrite.standin import compilable
 from jaxmem.targets.compiling import (
     Compiled,
     CompiledMemory,
     compile_for,
+    going_along,
     going_by_rows,
     overlapping,
 )
@@ -48,7 +50,7 @@ def _compiled(part: Part, target: Target | None, options: Mapping[str, str]) -> 
     host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
     device = host.with_memory_kind("device")
     # Donation asks for the memory only where everything says where it is.
-    there = part.chunks.rows.leaves if part.chunks else part.waiting
+    there = {*part.waiting, *(part.chunks.rows.leaves if part.chunks else ())}
     places = {v: host if v in there else device for v in part.block.inputs} if alone else {}
     avals = [
         jax.ShapeDtypeStruct(
@@ -66,21 +68,24 @@ def _compiled(part: Part, target: Target | None, options: Mapping[str, str]) -> 
             # long as computing and copying one after the other.
             options = {**options, **overlapping(target or Target.local(measure=False))}
         return compile_for(target, run, avals, donate=part.donated, options=options)
+    here = target or Target.local(measure=False)
     return compile_for(
         target,
-        as_loop(part.chunks),
+        as_joined(part) if part.along else as_loop(part.chunks),
         avals,
         donate=part.donated,
         out_shardings=[
             in_host_memory(None) if v in part.hosted else SingleDeviceSharding(mesh.devices[0])
             for v in part.block.outputs
         ],
-        options=going_by_rows(target or Target.local(measure=False)),
+        options={**options, **going_along(here)} if part.along else going_by_rows(here),
     )
 
 
 def form_of(part: Part) -> Hashable:
     """Equal for parts that do the same to arrays of the same shapes."""
+    if part.along:
+        return id(part)
     block = part.block
     numbers: dict[Value, int] = {}
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.planner.simulate import Simulator
-from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import Block, Value, fetched_in, has_transfers
+from jaxmem.program.ir import Block, Value
+from jaxmem.program.joining import joinable
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.fetching import fetching_ahead
 from jaxmem.rewrite.staged import Staged, can_be_staged, ready_at, staged
 from jaxmem.rewrite.standin import compilable
 from jaxmem.runtime import verify
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.line import Inside, Line
 from jaxmem.runtime.parts import Need, compile_parts, needs
-from jaxmem.runtime.timeline import Times, Turn, run_through
 from jaxmem.targets.compiling import Compiled, compile_for
 from jaxmem.targets.target import Target
 
@@ -77,7 +76,7 @@ def in_one(
     memory = needs(cut, first.memory, [part.memory for part in parts])
     spare = budget_bytes - first.memory.total_bytes
     window = min([window_bytes, *(budget_bytes - need.beside_bytes for need in memory)])
-    line = _Line(target, block, [len(block.ops)], [cut.parts])
+    line = Line(target, block, [len(block.ops)], [cut.parts])
     times = line.times(min(window, spare))
     return Pieces(cut, (), first, parts, memory, times.seconds, times.exposed, window)
 
@@ -98,7 +97,7 @@ def in_stages(
         edges = [*bounds, len(block.ops)]
         groups = _updates_after(cut, ready, edges)
         window = 2 * max(sum(p.fetched_bytes for p in group) for group in groups)
-        line = _Line(target, block, edges, groups)
+        line = Line(target, block, edges, groups)
         if line.times(window).seconds > plain.seconds * (1 - _CLEARLY):
             continue
         found = _compiled(staged(cut, block, bounds), line, target, budget_bytes, window, options)
@@ -115,6 +114,7 @@ def lending(
     options: Mapping[str, str],
     *,
     by_rows: bool = True,
+    joining: bool = False,
 ) -> tuple[Pieces | None, int]:
     """The step in stages that fetch the lent leaves they read, two stages ahead.
 
@@ -127,30 +127,21 @@ def lending(
         budget_bytes: bytes on each device.
         options: what to compile with.
         by_rows: whether loops may fetch rows.
+        joining: whether updates go along with the loops that make their gradients; at least one
+            must.
 
     Returns:
         The quickest that fits; where none does, how many bytes too much the smallest takes, or 0
         if none may run in stages.
     """
-    ahead: frozenset[Value] = frozenset()
-    if by_rows:
-        block, ahead = fetching_ahead(block, cut.lent)
-    ready = ready_at(cut, block)
-    whole = cut.lent.keys() - ahead
-    least = max(sum(v.nbytes for v in op.values if v in whole) for op in block.ops)
-    tried: dict[tuple[int, ...], _Lending] = {}
-    for count in _LENDING_STAGES:
-        room = max(least, sum(v.nbytes for v in whole) // count)
-        bounds = tuple(_lending_bounds(cut, block, ready, room, whole))
-        if len(bounds) <= _MOST_STAGES and bounds not in tried:
-            tried[bounds] = _in_stages_from(cut, block, ready, bounds, target, budget_bytes, ahead)
-    if not tried:
+    ways = _ways(cut, block, target, budget_bytes, by_rows=by_rows, joining=joining)
+    if not ways:
         return None, 0
     # Every stage is one more program that Python must have started in time: few are better.
-    limit = min(way.seconds for way in tried.values()) * (1 + _HARDLY)
+    limit = min(way.seconds for way in ways) * (1 + _HARDLY)
     best: Pieces | None = None
     lacking: list[int] = []
-    for way in sorted(tried.values(), key=lambda way: max(way.seconds, limit)):
+    for way in sorted(ways, key=lambda way: max(way.seconds, limit)):
         if best is not None and best.seconds <= way.seconds * (1 + _HARDLY):
             break
         found = _compiled(way.made, way.line, target, budget_bytes, way.window_bytes, options)
@@ -159,6 +150,40 @@ def lending(
         elif best is None or found.seconds < best.seconds:
             best = replace(found, stages=found.stages - 1)  # The first one only takes arguments.
     return best, min(filter(None, lacking), default=0)
+
+
+def gains(cut: Cut, target: Target, budget_bytes: int) -> bool:
+    """Whether a step is quicker on paper with updates that go along with loops, as it is written.
+
+    What is made again to fit a budget only gives copies more to hide behind.
+    """
+    ways = _ways(cut, cut.first.block, target, budget_bytes, by_rows=True, joining=True)
+    return any(way.line.gained > way.seconds * _HARDLY for way in ways)
+
+
+def _ways(
+    cut: Cut, block: Block, target: Target, budget_bytes: int, *, by_rows: bool, joining: bool
+) -> list[_Lending]:
+    """The step in different numbers of stages."""
+    ahead: frozenset[Value] = frozenset()
+    if by_rows:
+        block, ahead = fetching_ahead(block, cut.lent)
+    ready = ready_at(cut, block)
+    whole = cut.lent.keys() - ahead
+    least = max(sum(v.nbytes for v in op.values if v in whole) for op in block.ops)
+    loops = joinable(block, cut.first.block.outputs, cut.parts) if joining else ()
+    apart = {edge for at in loops for edge in (at, at + 1) if edge < len(block.ops)}
+    tried: dict[tuple[int, ...], _Lending] = {}
+    for count in _LENDING_STAGES:
+        room = max(least, sum(v.nbytes for v in whole) // count) if whole else math.inf
+        bounds = tuple(sorted(apart.union(_lending_bounds(cut, block, ready, room, whole))))
+        if len(bounds) <= _MOST_STAGES and bounds not in tried:
+            way = _in_stages_from(
+                cut, block, ready, bounds, target, budget_bytes, ahead, joining=joining
+            )
+            if not joining or any(part.along for part in way.made.cut.parts):
+                tried[bounds] = way
+    return list(tried.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +198,7 @@ class _Lending:
     """
 
     made: Staged
-    line: _Line
+    line: Line
     window_bytes: int
     seconds: float
 
@@ -186,15 +211,28 @@ def _in_stages_from(
     target: Target,
     budget_bytes: int,
     ahead: frozenset[Value],
+    *,
+    joining: bool = False,
 ) -> _Lending:
     edges = [*bounds, len(block.ops)]
     groups = _updates_after(cut, ready, edges)
-    made = staged(cut, block, bounds, ahead)
-    lent = [0, *(part.fetched_bytes for part in made.cut.parts if part.stage)]
-    line = _Line(target, block, edges, groups, lent)
+    made = staged(cut, block, bounds, ahead, joining=joining)
+    stages = [part for part in made.cut.parts if part.stage]
+    lent = [0, *(part.fetched_bytes for part in stages)]
+    # What goes along with a loop is no update of its own.
+    inside = [Inside(None), *(Inside(part, _updates_in(part, cut)) for part in stages)]
+    gone = {part for one in inside for part in one.updates}
+    groups = [[part for part in group if part not in gone] for group in groups]
+    line = Line(target, block, edges, groups, lent, inside)
     fetched = [sum(part.fetched_bytes for part in group) for group in groups]
     window = 3 * max(a + b for a, b in zip(lent, fetched, strict=True))
     return _Lending(made, line, window, line.times(min(window, budget_bytes)).seconds)
+
+
+def _updates_in(stage: Part, cut: Cut) -> list[Part]:
+    """The updates that go along with the loop of a stage."""
+    made = set(stage.names) if stage.along else set()
+    return [part for part in cut.parts if part.chunks and made.issuperset(part.names)]
 
 
 def _updates_after(cut: Cut, ready: Sequence[int], edges: Sequence[int]) -> list[list[Part]]:
@@ -206,7 +244,7 @@ def _updates_after(cut: Cut, ready: Sequence[int], edges: Sequence[int]) -> list
 
 
 def _lending_bounds(
-    cut: Cut, block: Block, ready: Sequence[int], room: int, whole: Collection[Value]
+    cut: Cut, block: Block, ready: Sequence[int], room: float, whole: Collection[Value]
 ) -> list[int]:
     """Where stages start so that none reads more of the lent leaves, nor makes more, than ``room``.
 
@@ -241,7 +279,7 @@ def _bounds(parts: Sequence[Part], ready: Sequence[int], end: int, count: int) -
 
 def _compiled(
     pieces: Staged,
-    line: _Line,
+    line: Line,
     target: Target,
     budget_bytes: int,
     window_bytes: int,
@@ -293,75 +331,3 @@ def _own(parts: Sequence[Part], compiled: Sequence[Compiled]) -> list[tuple[Bloc
         if part.stage:
             found.setdefault(id(one), (part.block, one))
     return list(found.values())
-
-
-def _turn(part: Part, seconds: float, link: float) -> Turn:
-    """An update on a timeline; one that copies by itself copies most of the time."""
-    if part.chunks is not None:
-        inside = part.chunks
-        moved = max(inside.fetched_bytes, inside.sent_bytes) + inside.nbytes
-        return Turn(max(seconds, moved / link), alone=max(0.0, moved / link - seconds))
-    # What it gives takes the place of what was fetched.
-    way = max(part.fetched_bytes, part.sent_bytes)
-    return Turn(seconds, part.fetched_bytes, part.sent_bytes, way=way)
-
-
-class _Line:
-    """The stages of a step and what is updated after each, in predicted time.
-
-    Attributes:
-        stages: seconds of each, of which the first is the first part of the step.
-        alone: seconds of each in which loops only wait for the rows that they fetch.
-        groups: for each stage the updates that follow it.
-        lent: bytes that each stage fetches for itself.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        block: Block,
-        ends: Sequence[int],
-        groups: Sequence[Sequence[Part]],
-        lent: Sequence[int] = (),
-    ):
-        rates = rates_of(target)
-        simulator = Simulator(rates)
-        taken = simulator.seconds_of(block.inputs, block.ops, block.outputs)
-        # Loops that fetch rows take as long as their copies, at least.
-        rows = [fetched_in(op) for op in block.ops]
-        copies = [rates.link_seconds("fetch", n) if n else 0.0 for n in rows]
-        waits = [max(0.0, copy - own) for copy, own in zip(copies, taken, strict=True)]
-        edges = list(itertools.pairwise([0, *ends]))
-        self.alone = [sum(waits[a:b]) for a, b in edges]
-        self.stages = [sum(taken[a:b]) + sum(waits[a:b]) for a, b in edges]
-        if has_transfers(block):
-            self.stages = [simulator.step(block).seconds]
-        self.lent = lent or [0] * len(self.stages)
-        self.groups = [
-            [_turn(p, block_seconds(p.block, rates), target.duplex_bytes_per_second) for p in group]
-            for group in groups
-        ]
-        self.link = target.duplex_bytes_per_second
-
-    def times(self, window: int, budget_bytes: int = 0, memory: Sequence[Need] = ()) -> Times:
-        """How long a step takes.
-
-        Args:
-            window: the most device memory for copies.
-            budget_bytes: bytes on the device; with ``memory``.
-            memory: what each part takes, where that is known.
-        """
-        turns: list[Turn] = []
-        stages = zip(self.stages, self.lent, self.alone, self.groups, strict=True)
-        for n, (seconds, lent, alone, group) in enumerate(stages):
-            turns += [Turn(seconds, lent, way=lent, stage=True, alone=alone)] if n else []
-            turns += group
-        turns = [replace(turn, room=window) for turn in turns]
-        if memory:
-            turns = [
-                replace(
-                    turn, way=need.way_bytes, room=min(window, budget_bytes - need.beside_bytes)
-                )
-                for turn, need in zip(turns, memory, strict=True)
-            ]
-        return run_through(self.stages[0], turns, self.link, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,19 +12,19 @@ from jaxmem.errors import (
     BudgetInfeasibleError,
     CutError,
 )
-from jaxmem.planner.plan import Plan, Streamed
-from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.plan import Plan
 from jaxmem.program.cut import Cut, cut
-from jaxmem.program.ir import Program, aval_bytes
+from jaxmem.program.ir import Program
+from jaxmem.program.joining import joinable
 from jaxmem.program.parts import Part
 from jaxmem.runtime import following, guard, rounds
 from jaxmem.runtime.asked import Asked
-from jaxmem.runtime.compiler import Compiler, rates_of
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import host_memory
 from jaxmem.runtime.parts import Need, compile_parts
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.staging import Pieces, in_one, in_stages, lending
-from jaxmem.runtime.stream import Item, Stream
+from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
+from jaxmem.runtime.streamplan import outcome_of
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_budget, format_bytes
@@ -36,10 +37,6 @@ _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 _WINDOW, _WINDOW_BYTES = 4, 2**30
 # An update that fetches more, or this share of the budget, goes through its leaves by rows.
 _WHOLE_BYTES, _WHOLE_SHARE = 2 * 2**30, 16
-# Room that copies leave for what XLA's allocator adds: a free block goes out whole where it is less
-# than twice what is asked for and less than 128 MiB larger, and a scalar takes 256 bytes. Of 24 GiB
-# an H200 gave 33.6 MB more than was planned, of 23 GiB a model of that allocator 134 MB.
-_ROUNDED_SHARE, _ROUNDED_BYTES = 128, 2**16
 # What is lent to the gradients may take so much of the budget while they are planned, for the
 # leaves of two stages: those of one that runs, and of the next.
 _LENT_SHARE = 4
@@ -82,10 +79,48 @@ def fit(
         budget_bytes = min(budget_bytes, planned_bytes)
     bucket = min(_BUCKET_BYTES, planned_bytes // _BUCKETS)
     whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
-    pieces = cut(program, asked.hosted, bucket, whole)
+    way = functools.partial(_along, asked, compiler_of, target, budget_bytes, report)
+    joined = _joined(program, asked, target, bucket)
+    followed = asked.plan is not None
+    if joined and (followed or gains(joined, target, budget_bytes)):
+        found = way(joined)
+        if found is not None:
+            return found
+        joined = None
+    try:
+        return _apart(
+            program,
+            asked,
+            compiler_of,
+            target,
+            budget_bytes,
+            report,
+            bucket_bytes=bucket,
+            whole_bytes=whole,
+        )
+    except BudgetInfeasibleError:
+        found = way(joined) if joined else None
+        if found is None:
+            raise
+        return found
+
+
+def _apart(
+    program: Program,
+    asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+    *,
+    bucket_bytes: int,
+    whole_bytes: int,
+) -> Outcome:
+    """The step with updates that come after the loops that make their gradients."""
+    pieces = cut(program, asked.hosted, bucket_bytes, whole_bytes)
     against = _against_rows([part for part in pieces.parts if part.chunks], target)
     if against:
-        pieces = cut(program, asked.hosted, bucket)
+        pieces = cut(program, asked.hosted, bucket_bytes)
         note = f"leaves are fetched whole and not by rows: {against}"
         asked = replace(asked, notes=(*asked.notes, note))
     _check_host(pieces, asked, target)
@@ -100,9 +135,72 @@ def fit(
         plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
         _check_fits(pieces, plain.memory, budget_bytes, target, first)
         found = in_stages(plain, first.block, target, budget_bytes, options)
-    stream = _stream(found, budget_bytes)
-    plan = _plan(first.plan, pieces, stream, found, target, asked)
-    return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
+    return _outcome(first, pieces, found, budget_bytes, target, asked)
+
+
+def _outcome(
+    first: Outcome, pieces: Cut, found: Pieces, budget_bytes: int, target: Target, asked: Asked
+) -> Outcome:
+    return outcome_of(
+        first,
+        pieces,
+        found,
+        budget_bytes=budget_bytes,
+        host_bytes=host_bytes(pieces),
+        target=target,
+        asked=asked,
+    )
+
+
+def _joined(program: Program, asked: Asked, target: Target, bucket_bytes: int) -> Cut | None:
+    """The step cut so that updates may go along with the loops that make their gradients.
+
+    ``None`` where none can, or a plan that is followed does not say so.
+    """
+    if asked.plan and asked.plan.streamed and not asked.plan.streamed.along:
+        return None
+    pieces = cut(program, asked.hosted, bucket_bytes, bucket_bytes)
+    first = pieces.first.block
+    if not joinable(first, first.outputs, pieces.parts) or pieces.sent:
+        return None
+    if any(op.eqn.effects for op in first.ops) or guard.against_rows(target):
+        return None
+    return pieces
+
+
+def _along(
+    asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+    pieces: Cut,
+) -> Outcome | None:
+    """The step with updates that go along with the loops that make their gradients, if it fits.
+
+    Gradients that such a loop stacks up are planned as if they took no memory.
+    """
+    _check_host(pieces, asked, target)
+    compiler = compiler_of(pieces.first)
+    loops = joinable(pieces.first.block, pieces.first.block.outputs, pieces.parts)
+    stacks = [v for made in loops.values() for v in made]
+    less = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks)
+    for _ in range(_ROUNDS):
+        try:
+            first = _first(pieces, asked, compiler, budget_bytes, report, less)
+        except BudgetInfeasibleError:
+            return None
+        report(f"compiling stages and {len(pieces.parts)} updates")
+        options = dict(first.plan.options)
+        found, lacking = lending(pieces, first.block, target, budget_bytes, options, joining=True)
+        if found is not None and any(one.memory.host_temp_bytes for one in found.parts):
+            return None
+        if found is not None:
+            return _outcome(first, pieces, found, budget_bytes, target, asked)
+        if not lacking or asked.plan is not None:
+            return None
+        less += lacking
+    return None
 
 
 def _against_rows(parts: Sequence[Part], target: Target) -> str:
@@ -331,71 +429,4 @@ def _check_fits(
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         holders=first.plan.holders,
-    )
-
-
-def _stream(found: Pieces, budget_bytes: int) -> Stream:
-    most = found.window_bytes
-    budget_bytes -= max(_ROUNDED_BYTES, budget_bytes // _ROUNDED_SHARE)
-    spare = max(0, budget_bytes - found.first.memory.total_bytes)
-    tail = min(most, spare) // 2
-    return Stream(
-        found.cut,
-        found.first.executable,
-        tuple(
-            Item(part, one.executable, need.way_bytes, min(most, budget_bytes - need.beside_bytes))
-            for part, one, need in zip(found.cut.parts, found.parts, found.memory, strict=True)
-        ),
-        ahead_bytes=min(most, spare - tail),
-        tail_bytes=tail,
-        names=found.names,
-    )
-
-
-def _plan(
-    first: Plan, pieces: Cut, stream: Stream, found: Pieces, target: Target, asked: Asked
-) -> Plan:
-    """The plan of the whole step."""
-    program = pieces.program
-    written = Simulator(rates_of(target)).step(program.block)
-    most = sum(item.way_bytes for item in stream.items)
-    # A part that is larger than the window is copied with nothing else under way.
-    windows = [max(item.way_bytes, min(item.room_bytes, most)) for item in stream.items]
-    taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
-    ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
-    window = max(windows, default=0)
-    moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
-    by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
-    updates = [n for n in moved if not stream.items[n].part.stage]
-    here = {
-        n: aval_bytes(atom.aval)
-        for n, atom in enumerate(program.block.outputs)
-        if n not in pieces.hosting.results
-    }
-    return replace(
-        first,
-        argument_bytes=first.argument_bytes - pieces.lent_bytes,
-        output_bytes=sum(here.values()),
-        aliased_bytes=sum(here[n] for n in program.places if n in here),
-        predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window)
-        - pieces.lent_bytes,
-        compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
-        keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
-        keep_all_compiled_bytes=None,
-        predicted_seconds=found.seconds,
-        keep_all_seconds=written.seconds,
-        exposed_seconds=found.exposed_seconds,
-        host_bytes=first.host_bytes + host_bytes(pieces),
-        hosted=tuple(program.arguments[n].path for n in sorted(asked.hosted)),
-        notes=(*first.notes, *asked.notes),
-        streamed=Streamed(
-            stages=found.stages,
-            updates=len(updates),
-            programs=len({id(found.parts[n]) for n in updates}),
-            fetched_bytes=found.cut.fetched_bytes,
-            sent_bytes=pieces.sent_bytes,
-            window_bytes=max([window, *(chunks.nbytes for chunks in by_rows)]),
-            by_rows=len(by_rows),
-            ahead=len({v for item in stream.items for v in item.part.waiting}),
-        ),
     )

@@ -197,6 +197,20 @@ def going_by_rows(target: Target) -> dict[str, str]:
     return overlapping(target)
 
 
+def going_along(target: Target) -> dict[str, str]:
+    """Compiler options of a loop that updates leaves in host memory beside what it computes.
+
+    XLA:GPU has no more than two copies under way at a time in a program, and starts others when the
+    first have ended: computation waits for them.
+
+    >>> going_along(Target("h200"))["xla_gpu_experimental_parallel_async_compute_limit"]
+    '64'
+    """
+    if target.platform == "cpu":
+        return going_by_rows(target)
+    return {**overlapping(target), "xla_gpu_experimental_parallel_async_compute_limit": "64"}
+
+
 def runs_here(target: Target) -> bool:
     """Whether a program compiled for the target can be called in this process.
 

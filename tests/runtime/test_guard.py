@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem
 from jaxmem import policies
-from jaxmem.rewrite import chunked
+from jaxmem.rewrite import chunked, joined
 from jaxmem.runtime import guard, parts
 from jaxmem.targets.target import Target
 from tests.fitted_steps import DEEP_ARGS, deep
@@ -72,6 +72,15 @@ def test_rows_that_start_at_the_counter_itself_are_found(monkeypatch):
 
     monkeypatch.setattr(parts, "as_loop", Raw)
     assert "an update by rows: result" in guard.wrong_by_rows(H200)
+
+
+def test_rows_that_start_at_the_counter_itself_are_found_in_loops(monkeypatch):
+    class Raw(joined._Joined):
+        def _fetch(self, stack, turn):
+            return super()._fetch(stack, turn if isinstance(turn, int) else turn - 1)
+
+    monkeypatch.setattr(parts, "as_joined", lambda part: Raw(part).run)
+    assert "one in a loop: result" in guard.wrong_by_rows(H200)
 
 
 def test_what_is_wrong_with_rows_is_asked_of_the_gpu_that_is_here(monkeypatch, fresh):
