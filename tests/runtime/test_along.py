@@ -11,6 +11,11 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import BudgetInfeasibleError, StepInterruptedError
+from jaxmem.program.calling import Caller
+from jaxmem.program.cut import cut
+from jaxmem.program.joining import joinable
+from jaxmem.rewrite.fetching import fetching_ahead
+from jaxmem.rewrite.staged import staged
 from jaxmem.runtime import guard, line, parts, stream, streamed
 from tests.streamed_steps import MIB, fitted, kinds, same, step_of
 
@@ -342,3 +347,25 @@ def test_a_loop_that_fails_is_run_again(times: int, gaining, monkeypatch):
             run(given, X)
         found = raised.value.resume()
     same(found, expected, rtol=0)
+
+
+def test_on_paper_a_loop_takes_what_it_computes_and_copies_at_least():
+    """And no more than both one after the other, with the rows at its ends."""
+    caller = Caller(step_of(plain, ADAM), (0,))
+    state = states_of(ADAM)
+    program = caller.trace(caller.take((state, X), {})).program
+    leaves = [n for n, v in enumerate(program.block.inputs) if v.nbytes == LAYERS * ROW]
+    pieces = cut(program, leaves, 2 * MIB, 2 * MIB)
+    block, _ = fetching_ahead(pieces.first.block, pieces.lent)
+    (at,) = joinable(block, pieces.first.block.outputs, pieces.parts)
+    made = staged(pieces, block, [0, at, at + 1], pieces.lent, joining=True)
+    (part,) = (part for part in made.cut.parts if part.along)
+    inside = line.Inside(part, [one for one in pieces.parts if one.chunks])
+    assert part.moved_bytes == (6 * LAYERS * ROW, 6 * LAYERS * ROW)
+    copied = 6 * LAYERS * ROW / 1e9
+    ends = 12 * ROW / 1e9
+    assert inside.copying(1e9) == pytest.approx(copied)
+    for computing in (0.0, copied / 3, copied, 10 * copied):
+        taken = inside.taken(computing, 1e9)
+        assert max(computing, copied) <= taken <= computing + copied + ends
+    assert inside.taken(1.0, 1e30) == pytest.approx(1.0)
