@@ -11,6 +11,9 @@ computes. On an H200 a step of 1e9 parameters took 513 ms so, and 692 with the u
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,12 +25,15 @@ from jax import lax
 from jaxmem.program.ir import Atom, Block, Op, Value, kind_of_array
 from jaxmem.program.parts import Part
 from jaxmem.program.rowwise import Chunks
+from jaxmem.program.trace import opened
 from jaxmem.program.work import work_of
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.rows import not_seen_through, rows_of, write_rows
 
-# Where a turn has its second part: what is fetched in the first one must have come by then.
+# How much of a turn's work is needed for what its second part waits for.
 _MIDDLE = 0.55
+# The parameters of a ``jax.checkpoint``.
+_CHECKPOINT = {"jaxpr", "prevent_cse", "differentiated"}
 
 
 def as_joined(part: Part) -> Callable[..., list[Any]]:
@@ -93,12 +99,7 @@ def turn_of(part: Part) -> Turn:
     row = {v: v.nbytes // found.loop.length for v in (*found.written, *found.read)}
     early, late = (sum(row[v] for v in leaves) for leaves in (found.early, found.late))
     read = sum(row[v] for v in found.read)
-    costs = [_flops(op) for op in found.halves[0].ops]
-    # What is fetched in it must have come before its last product starts.
-    before = sum(costs) - next((cost for cost in reversed(costs) if cost), 0.0)
-    whole = sum(map(_flops, found.loop.body.ops))
-    share = before / whole if whole else 0.0
-    return Turn(share, (max(early, late + read), max(early, late)))
+    return Turn(found.middle.share, (max(early, late + read), max(early, late)))
 
 
 class _Joined:
@@ -131,7 +132,10 @@ class _Joined:
         self.filled = (*mine, *self.stacked.values())
         self.under = self._under(chunks, mine)
         self.each = as_function(self.rows.block(1))
-        self.halves, self.middle = _in_two(self.loop.body)
+        body = _without_checkpoints(self.loop.body)
+        self.middle = _middle_of(body)
+        extra = () if self.middle.value is None else (self.middle.value,)
+        self.body = Block(body.path, body.inputs, body.ops, (*body.outputs, *extra))
         self.before = _made_by(self.beside.before)
 
     def _of(self, atom: Atom) -> Atom:
@@ -242,12 +246,8 @@ class _Joined:
         }
         given = [self._row(env, state.now, own, atom, place) for atom in self.sliced]
         consts = [self._get(env, a) for a in self.op.inputs[: self.loop.num_consts]]
-        known = dict(zip(self.loop.body.inputs, [*consts, *state.carry, *given], strict=True))
-        head, tail = self.halves
-        border = as_function(head)(*(known[v] for v in head.inputs))
-        known.update((v, a) for v, a in zip(head.outputs, border, strict=True) if _is_value(v))
-        in_the_middle(None if self.middle is None else known[self.middle])
-        results = as_function(tail)(*(known[v] for v in tail.inputs))
+        results = as_function(self.body)(*consts, *state.carry, *given)
+        in_the_middle(None if self.middle.value is None else results[-1])
         carry, stacked = list(results[: self.loop.num_carry]), results[self.loop.num_carry :]
         made = {v: self._stackable(v, stacked[n]) for v, n in self.beside.made.items()}
         taken = [self._taken(env, state.now, own, made, v, place) for v in rows.taken]
@@ -343,31 +343,81 @@ def _made_by(ops: Sequence[Op]) -> Block:
     return Block("", tuple(read), tuple(ops), tuple(made))
 
 
-def _in_two(body: Block) -> tuple[tuple[Block, Block], Value | None]:
-    """The body in two parts, and what is computed just before the second; ``None`` if nothing."""
+@dataclass(frozen=True)
+class _Middle:
+    """What is computed just before the second part of a turn.
+
+    Attributes:
+        value: of the body; ``None`` if nothing in it is costly.
+        share: how much of the computation comes before what makes it.
+    """
+
+    value: Value | None = None
+    share: float = 0.0
+
+
+def _middle_of(body: Block) -> _Middle:
+    """The result of a product that about half of all work is needed for.
+
+    XLA orders operations anew, so where one stands says nothing about when it is done.
+    """
     costs = [_flops(op) for op in body.ops]
-    at, so_far = 0, 0.0
-    while at < len(costs) and so_far < _MIDDLE * sum(costs):
-        so_far += costs[at]
-        at += 1
-    products = [op for op, cost in zip(body.ops[:at], costs, strict=False) if cost]
-    middle = products[-1].outputs[-1] if products else None
-    made = {v for op in body.ops[:at] for v in op.outputs}
-    wanted = [v for op in body.ops[at:] for v in op.values]
-    wanted += [v for v in (*body.outputs, middle) if isinstance(v, Value)]
-    later = {v for op in body.ops[at:] for v in op.outputs}
-    head = _made_by(body.ops[:at])
-    border = tuple(dict.fromkeys(v for v in wanted if v in made))
-    outside = tuple(dict.fromkeys(v for v in wanted if v not in later))
-    tail = Block("", outside, body.ops[at:], body.outputs)
-    return (Block("", head.inputs, head.ops, border), tail), middle
+    whole = sum(costs)
+    needed: dict[Value, int] = {}
+    found, nearest = _Middle(), math.inf
+    for n, (op, cost) in enumerate(zip(body.ops, costs, strict=True)):
+        mask = functools.reduce(operator.or_, (needed.get(v, 0) for v in op.values), 0)
+        before = sum(c for m, c in enumerate(costs[:n]) if c and mask >> m & 1)
+        needed.update(dict.fromkeys(op.outputs, mask | bool(cost) << n))
+        value = next(filter(_is_number, op.outputs), None)
+        distance = abs((before + cost) / whole - _MIDDLE) if whole else math.inf
+        if cost and value is not None and distance < nearest:
+            found, nearest = _Middle(value, before / whole), distance
+    return found
+
+
+def _without_checkpoints(body: Block) -> Block:
+    """The body with what checkpoints in it do written out, so that it can be parted.
+
+    What the gradient of a checkpointed layer makes again was made in another loop, so XLA cannot
+    merge the two. Checkpoints in a checkpoint stay: they may be there to forget in between.
+    """
+    ops: list[Op] = []
+    known: dict[Value, Atom] = {}
+
+    def now(atom: Atom) -> Atom:
+        return known.get(atom, atom) if isinstance(atom, Value) else atom
+
+    for op in body.ops:
+        inside = opened(op.eqn) if _CHECKPOINT <= op.eqn.params.keys() else ()
+        if len(inside) != 1 or len(inside[0].inputs) != len(op.inputs):
+            ops.append(_reading(op, now))
+            continue
+        (block,) = inside
+        known.update(zip(block.inputs, map(now, op.inputs), strict=True))
+        ops += [_reading(one, now) for one in block.ops]
+        known.update(zip(op.outputs, map(now, block.outputs), strict=True))
+    return Block(body.path, body.inputs, tuple(ops), tuple(map(now, body.outputs)))
+
+
+def _reading(op: Op, now: Callable[[Atom], Atom]) -> Op:
+    inputs = list(map(now, op.inputs))
+    if all(a is b for a, b in zip(inputs, op.inputs, strict=True)):
+        return op
+    return Op(op.eqn, inputs, op.outputs, op.loop, op.recompute, op.barrier, op.origin, op.transfer)
+
+
+def _is_number(value: Value) -> bool:
+    return value.nbytes > 0 and jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
 def _flops(op: Op) -> float:
     if op.loop is not None:
         return op.loop.length * sum(map(_flops, op.loop.body.ops))
     work = None if op.transfer or op.barrier else work_of(op.eqn)
-    return work.flops if work is not None else 0.0
+    if work is not None:
+        return work.flops
+    return max((sum(map(_flops, block.ops)) for block in opened(op.eqn)), default=0.0)
 
 
 def _after(computed: Any, row: Any, other: Any) -> Any:

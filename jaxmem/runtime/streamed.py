@@ -87,6 +87,9 @@ def fit(
         if found is not None:
             return found
         joined = None
+        if followed:
+            note = "its updates come after the loops that make their gradients: beside them they "
+            asked = replace(asked, notes=(*asked.notes, f"{note}do not fit here"))
     try:
         return _apart(
             program,

@@ -86,6 +86,47 @@ def inside_out(params, x):
     return (jax.lax.scan(outer, x, params)[0] ** 2).mean()
 
 
+def checkpointed_inside(params, x):
+    """A layer of two parts, each of which is made again, in a layer that is, too."""
+
+    def part(x, w):
+        return x + jnp.tanh(x @ w)
+
+    def both(x, w):
+        x = jax.checkpoint(part)(x, w["in"])
+        return jax.checkpoint(part)(x, w["out"]) + w["bias"], None
+
+    return (jax.lax.scan(jax.checkpoint(both), x, params)[0] ** 2).mean()
+
+
+def with_keys(params, x):
+    """What is costly in a turn ends with a key: nothing to compute with."""
+
+    @jax.custom_vjp
+    def drawn(x, w):
+        return x @ w
+
+    def forward(x, w):
+        return drawn(x, w), (x, w)
+
+    def backward(kept, g):
+        x, w = kept
+
+        def again(carry, _):
+            g, key = carry
+            return (g @ w, jax.random.split(key)[0]), None
+
+        (made, _), _ = jax.lax.scan(again, (g, jax.random.key(0)), None, length=1)
+        return made * 0.5 + g @ w.T, x.T @ g
+
+    drawn.defvjp(forward, backward)
+
+    def layer(x, w):
+        return x + jnp.tanh(drawn(x, w["in"])) @ w["out"] + w["bias"], None
+
+    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+
 def params_of(layers=LAYERS):
     keys = jax.random.split(jax.random.key(0), 2)
     return {
@@ -114,7 +155,7 @@ def gaining(monkeypatch):
 
 NETS = (
     *(plain, backwards, checkpointed, without_products, with_more_stacks),
-    *(cast_before, cast_within, inside_out),
+    *(cast_before, cast_within, inside_out, checkpointed_inside, with_keys),
 )
 # Of each: the net, the optimizer, and how many leaves are updated in the loop if all may wait on
 # the host, and if the moments may.
@@ -133,7 +174,7 @@ STEPS["clipped"] = (plain, optax.chain(optax.clip_by_global_norm(0.1), ADAM), 0,
 # The norm of a leaf is of all its rows.
 STEPS["lamb"] = (plain, optax.lamb(1e-2, eps=1e-3), 0, None)
 QUICK = ("plain", "with_more_stacks")
-WIDE = ("backwards", "clipped", "cast_within")
+WIDE = ("backwards", "clipped", "cast_within", "checkpointed_inside")
 CASES = [
     pytest.param(
         name,
@@ -258,7 +299,8 @@ def test_a_smallest_budget_is_named_that_works():
     assert fitted(step, host="*", budget=enough).plan(state, X).compiled_bytes <= enough
 
 
-def test_copies_go_both_ways_beside_what_a_turn_computes(gaining, monkeypatch):
+@pytest.mark.parametrize("net", [plain, pytest.param(checkpointed, marks=pytest.mark.wide)])
+def test_copies_go_both_ways_beside_what_a_turn_computes(net, gaining, monkeypatch):
     """Read in the program for an absent GPU.
 
     No leaf is copied in host memory, every copy is one of rows at the loop's counter, and products
@@ -274,7 +316,7 @@ def test_copies_go_both_ways_beside_what_a_turn_computes(gaining, monkeypatch):
 
     monkeypatch.setattr(parts, "_compiled", kept)
     x = jnp.zeros((4096, WIDTH))
-    fitted(step_of(plain, ADAM), host="*", budget=200 * MIB).plan(states_of(ADAM), x)
+    fitted(step_of(net, ADAM), host="*", budget=200 * MIB).plan(states_of(ADAM), x)
     compiled = found[-1]
     assert compiled.memory.host_temp_bytes == 0
     assert compiled.memory.host_argument_bytes == 6 * LAYERS * ROW
