@@ -198,45 +198,50 @@ class _Cutter:
         piece = pieces[number]
         block = Block("", piece.inputs, piece.ops, piece.outputs)
         sent = tuple(v for v in piece.outputs if v in hosted)
-        chunks = None
+        found = None
         if piece.fetched_bytes > self.whole_bytes and piece.leaf is not None:
-            chunks = self._chunks(block, piece, sent, pieces[number + 1 :])
-        if chunks is None:
-            return Part(block, piece.inputs, piece.outputs, piece.fetched, sent)
-        # JAX lets results take donated buffers in order, whichever memory they are in: leaves come
-        # first among the inputs, and so what takes their places is first.
-        taking = {v: piece.fetched.index(leaf) for v, leaf in chunks.homes.items()}
-        outputs = tuple(sorted(piece.outputs, key=lambda v: taking.get(v, len(piece.fetched))))
-        chunks = replace(chunks, rows=replace(chunks.rows, outputs=outputs))
-        return Part(replace(block, outputs=outputs), piece.inputs, outputs, chunks=chunks)
+            found = self._by_rows(piece, sent, pieces[number + 1 :])
+        return found or Part(block, piece.inputs, piece.outputs, piece.fetched, sent)
 
-    def _chunks(
-        self, block: Block, piece: _Piece, sent: Sequence[Value], later: Sequence[_Piece]
-    ) -> Chunks | None:
-        """How an update goes through its leaves by rows, if it may write them where they are."""
-        program, leaves = self.program, set(piece.fetched)
-        outputs, inputs = program.block.outputs, program.block.inputs
-        homes: dict[Value, Value] = {}
-        for n, position in program.places.items():
-            value = outputs[n]
-            if isinstance(value, Value) and value in sent and n in self.hosting.results:
-                if value in homes:
-                    return None
-                homes[value] = inputs[position]
+    def _by_rows(
+        self, piece: _Piece, sent: Sequence[Value], later: Sequence[_Piece]
+    ) -> Part | None:
+        """An update that goes through its leaves by rows, if it may write them where they are."""
+        homes = self._homes(sent)
+        if homes is None:
+            return None
+        # Some are only written: bfloat16 weights beside float32 masters.
+        leaves = tuple(dict.fromkeys([*piece.fetched, *homes.values()]))
+        handed = piece.inputs[len(piece.fetched) :]
+        outputs = self.program.block.outputs
         # Others may still read what would be written over.
         busy = {self.lent.get(v, v) for p in later for v in p.inputs}
         results = [(n, a) for n, a in enumerate(outputs) if isinstance(a, Value)]
         here = {v for n, v in results if n not in self.hosting.results}
-        if len(homes) != len(sent) or len(set(homes.values())) != len(homes):
+        if {*leaves} & {*busy, *(v for _, v in results)} or {*sent} & {*busy, *here}:
             return None
-        if not leaves.issuperset(homes.values()) or leaves & {*busy, *(v for _, v in results)}:
-            return None
-        if {*sent} & {*busy, *here}:
-            return None
-        rows = rows_of(block, piece.fetched, sent)
+        # JAX lets results take donated buffers in order, whichever memory they are in: leaves come
+        # first among the inputs, and so what takes their places is first.
+        taking = {v: leaves.index(leaf) for v, leaf in homes.items()}
+        made = tuple(sorted(piece.outputs, key=lambda v: taking.get(v, len(leaves))))
+        block = Block("", (*leaves, *handed), piece.ops, made)
+        rows = rows_of(block, leaves, sent)
         if rows is None:
             return None
-        return Chunks(rows, rows_at_once(rows, self.bucket_bytes * len(leaves)), homes)
+        count = rows_at_once(rows, self.bucket_bytes * len(leaves))
+        return Part(block, block.inputs, made, chunks=Chunks(rows, count, homes))
+
+    def _homes(self, sent: Sequence[Value]) -> dict[Value, Value] | None:
+        """The leaf whose place each result takes; ``None`` where that is not one for each."""
+        program, homes = self.program, dict[Value, Value]()
+        for n, position in program.places.items():
+            value = program.block.outputs[n]
+            if isinstance(value, Value) and value in sent and n in self.hosting.results:
+                if value in homes:
+                    return None
+                homes[value] = program.block.inputs[position]
+        whole = len(homes) == len(sent) == len(set(homes.values()))
+        return homes if whole else None
 
     # --- pieces -----------------------------------------------------------------------------
 

@@ -241,6 +241,39 @@ def test_gradients_are_what_others_need_too(gaining):
     same(mine, theirs, rtol=1e-2)
 
 
+@pytest.mark.parametrize("along", [True, False])
+def test_weights_that_their_update_only_writes_wait_as_well(along: bool, gaining, monkeypatch):
+    """Made anew of masters, which are float32."""
+    if not along:
+        monkeypatch.setattr(streamed, "_joined", lambda *args: None)
+        monkeypatch.setattr(streamed, "_WHOLE_BYTES", 4 * MIB)
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(cast_within)(state["params"], x)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, moments = ADAM.update(grads, state["moments"])
+        master = optax.apply_updates(state["master"], updates)
+        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), master)
+        return {"params": params, "master": master, "moments": moments}, loss
+
+    params, moments = states_of(ADAM)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    state = {"params": half, "master": params, "moments": moments}
+    run = fitted(step, host="*", budget=60 * MIB)
+    plan = run.plan(state, X)
+    assert plan.streamed is not None
+    assert plan.streamed.along == (8 if along else 0)
+    assert plan.streamed.by_rows == (0 if along else 2)
+    assert plan.streamed.sent_bytes == (2 + 3 * 4) * 2 * LAYERS * WIDTH**2
+    mine, theirs = run.place(jax.tree.map(jnp.copy, state), X)[0], state
+    for _ in range(3):
+        mine, found = run(mine, X)
+        theirs, expected = jax.jit(step)(theirs, X)
+        same(found, expected, rtol=1e-2)
+    same(mine["master"], theirs["master"], rtol=0.1)
+    same(mine["params"], jax.tree.map(lambda w: w.astype(jnp.bfloat16), mine["master"]), rtol=0)
+
+
 @pytest.mark.wide
 def test_what_is_beside_a_scan_is_updated_after_it(gaining):
     """An embedding before and a head after it, and a second scan."""
