@@ -13,7 +13,8 @@ import optax.contrib
 import pytest
 
 import jaxmem
-from jaxmem.runtime import streamed, timeline
+from jaxmem.errors import StepInterruptedError
+from jaxmem.runtime import stream, streamed, timeline
 
 WIDTH, LAYERS, MIB = 512, 3, 2**20
 X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
@@ -132,3 +133,29 @@ def same(found, expected, rtol=3e-5):
 def kinds(state):
     """In which memory each leaf is."""
     return [a.sharding.memory_kind for a in jax.tree.leaves(state)]
+
+
+def failing(run, args, times: int, where: str, monkeypatch):
+    """The results of a step in which a part that goes by rows fails once, or twice and is resumed.
+
+    Args:
+        run: a fitted step, and ``args`` what it is called with.
+        times: how often.
+        where: what the error of a second failure names.
+        monkeypatch: pytest's.
+    """
+    real, left = stream._Run._run, [times]
+
+    def fails(self, item, alone):
+        if item.part.chunks and left[0]:
+            left[0] -= 1
+            raise RuntimeError("RESOURCE_EXHAUSTED: injected")
+        return real(self, item, alone)
+
+    monkeypatch.setattr(stream._Run, "_run", fails)
+    if times == 1:
+        with pytest.warns(UserWarning, match="worked with nothing else under way"):
+            return run(*args)
+    with pytest.raises(StepInterruptedError, match=where) as raised:
+        run(*args)
+    return raised.value.resume()

@@ -272,24 +272,8 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
-    if plan.streamed is not None and not plan.streamed.updates and not plan.streamed.along:
-        s = plan.streamed
-        yield (
-            f"these are read in {s.stages} stages, with {format_bytes(s.fetched_bytes)} fetched in "
-            f"a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
-            f"{_ahead(s)}"
-        )
-    elif plan.streamed is not None:
-        s = plan.streamed
-        stages = f"gradients in {s.stages} stages, " * (s.stages > 1)
-        by_rows = f", {s.by_rows} of them some rows at a time" * (s.by_rows > 0)
-        yield (
-            f"these are updated in {s.updates} pieces ({stages}{s.programs} different programs)"
-            f"{by_rows}, "
-            f"with {format_bytes(s.fetched_bytes)} fetched and {format_bytes(s.sent_bytes)} sent "
-            f"back in a step, at most {format_bytes(s.window_bytes)} of it on the device at a time"
-            f"{_ahead(s)}"
-        )
+    if plan.streamed is not None:
+        yield _streamed(plan.streamed)
     if plan.exposed_seconds > 0:
         yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
     if plan.measured_exposed_seconds is not None:
@@ -297,13 +281,26 @@ def _about(plan: Plan) -> Iterator[str]:
     yield from plan.notes
 
 
-def _ahead(streamed: Streamed) -> str:
-    text = ""
-    if streamed.along:
-        text = f"; {streamed.along} of these arrays are updated in the loops that make gradients"
-    if streamed.ahead:
-        text += f"; loops fetch {streamed.ahead} of them row by row, one iteration ahead"
-    return text
+def _streamed(s: Streamed) -> str:
+    window = f"at most {format_bytes(s.window_bytes)} of it on the device at a time"
+    ahead = f"; loops fetch {s.ahead} of them row by row, one iteration ahead" * (s.ahead > 0)
+    if not s.updates and not s.along:
+        return (
+            f"these are read in {s.stages} stages, with {format_bytes(s.fetched_bytes)} fetched in "
+            f"a step, {window}{ahead}"
+        )
+    copied = (
+        f"with {format_bytes(s.fetched_bytes)} fetched and {format_bytes(s.sent_bytes)} sent back "
+        f"in a step, {window}"
+    )
+    ways = []
+    if s.along:
+        ways.append(f"{s.along} in the loops that make their gradients")
+    if s.updates:
+        by_rows = f", {s.by_rows} of them some rows at a time" * (s.by_rows > 0)
+        ways.append(f"in {s.updates} pieces ({s.programs} different programs{by_rows})")
+    stages = f", gradients in {s.stages} stages" * (s.stages > 1)
+    return f"these are updated {' and '.join(ways)}{stages}, {copied}{ahead}"
 
 
 def _price(plan: Plan) -> Iterator[str]:

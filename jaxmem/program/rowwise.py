@@ -8,11 +8,11 @@ along with an axis of the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value, kind_of_array
 from jaxmem.program.primitives import may_repeat
 from jaxmem.program.rowrules import AcrossRowsError, along, resized
 
@@ -126,6 +126,25 @@ class Chunks:
     def sent_bytes(self) -> int:
         """Bytes that go to the host."""
         return sum(v.nbytes for v in self.homes)
+
+    def under(self, results: Sequence[Value], whole: Collection[Atom] = ()) -> dict[Value, Value]:
+        """For results on the device the argument whose buffer is written over, row by row.
+
+        Args:
+            results: those that are made in rows.
+            whole: arguments of which something else needs all rows.
+        """
+        rows, found = self.rows, dict[Value, Value]()
+        needed = {*rows.once.inputs, *whole}
+        free = [v for v in self.over if v in rows.taken and v not in needed]
+        for value in results:
+            for argument in free:
+                same = rows.axes[argument] == rows.axes[value]
+                if same and kind_of_array(argument) == kind_of_array(value):
+                    found[value] = argument
+                    free.remove(argument)
+                    break
+        return found
 
 
 def rows_at_once(rows: Rows, nbytes: int) -> int:

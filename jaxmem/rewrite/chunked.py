@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.program.ir import Value, kind_of_array
+from jaxmem.program.ir import Value
 from jaxmem.program.rowwise import Chunks
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.rows import not_seen_through, rows_of, write_rows
@@ -45,24 +45,11 @@ class _Loop:
         # For each leaf the result that is written in its place.
         self.written = [taken_by.get(leaf) for leaf in rows.leaves]
         self.here = [v for v in rows.in_rows if v not in chunks.homes]
-        self.under = self._under()
+        self.under = chunks.under(self.here)
 
     def _rest(self) -> list[int]:
         rest = self.rows.length % self.count
         return [rest] if rest else []
-
-    def _under(self) -> dict[Value, Value]:
-        """For results on the device the argument whose buffer is written over, row by row."""
-        rows, found = self.rows, dict[Value, Value]()
-        free = [v for v in self.chunks.over if v in rows.taken and v not in rows.once.inputs]
-        for value in self.here:
-            for argument in free:
-                same = rows.axes[argument] == rows.axes[value]
-                if same and kind_of_array(argument) == kind_of_array(value):
-                    found[value] = argument
-                    free.remove(argument)
-                    break
-        return found
 
     def __call__(self, *args: Any) -> list[Any]:
         rows = self.rows

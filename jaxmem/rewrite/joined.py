@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.program.ir import Atom, Block, Op, Value, kind_of_array
+from jaxmem.program.ir import Atom, Block, Op, Value
 from jaxmem.program.parts import Part
-from jaxmem.program.rowwise import Chunks
 from jaxmem.program.trace import opened
 from jaxmem.program.work import work_of
 from jaxmem.rewrite.emit import as_function
@@ -130,7 +129,8 @@ class _Joined:
         self.stacked = {n: v for n, v in enumerate(stacked) if v in part.block.outputs}
         mine = [v for v in self.rows.in_rows if v not in chunks.homes and v not in made]
         self.filled = (*mine, *self.stacked.values())
-        self.under = self._under(chunks, mine)
+        whole = {self._of(a) for a in self.op.inputs[: self.first]}
+        self.under = chunks.under(mine, whole)
         self.each = as_function(self.rows.block(1))
         body = _without_checkpoints(self.loop.body)
         self.middle = _middle_of(body)
@@ -140,24 +140,6 @@ class _Joined:
 
     def _of(self, atom: Atom) -> Atom:
         return self.beside.called.get(atom, atom) if isinstance(atom, Value) else atom
-
-    def _under(self, chunks: Chunks, results: Sequence[Value]) -> dict[Value, Value]:
-        """For results on the device the argument whose buffer is written over, row by row."""
-        rows, found = self.rows, dict[Value, Value]()
-        whole = {self._of(a) for a in self.op.inputs[: self.first]}
-        free = [
-            v
-            for v in chunks.over
-            if v in rows.taken and v not in rows.once.inputs and v not in whole
-        ]
-        for value in results:
-            for argument in free:
-                same = rows.axes[argument] == rows.axes[value]
-                if same and kind_of_array(argument) == kind_of_array(value):
-                    found[value] = argument
-                    free.remove(argument)
-                    break
-        return found
 
     def run(self, *args: Any) -> list[Any]:
         env: dict[Value, Any] = dict(zip(self.part.block.inputs, args, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from jaxmem.program.parts import Part
 from jaxmem.runtime import following, guard, rounds
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import host_memory
+from jaxmem.runtime.host import host_limit, host_memory
 from jaxmem.runtime.parts import Need, compile_parts
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
@@ -79,53 +78,56 @@ def fit(
         budget_bytes = min(budget_bytes, planned_bytes)
     bucket = min(_BUCKET_BYTES, planned_bytes // _BUCKETS)
     whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
-    way = functools.partial(_along, asked, compiler_of, target, budget_bytes, report)
+    given = compiler_of, target, budget_bytes, report
+    told = asked.plan.streamed if asked.plan else None
     joined = _joined(program, asked, target, bucket)
-    followed = asked.plan is not None
-    if joined and (followed or gains(joined, target, budget_bytes)):
-        found = way(joined)
-        if found is not None:
-            return found
-        joined = None
-        if followed:
-            note = "its updates come after the loops that make their gradients: beside them they "
-            asked = replace(asked, notes=(*asked.notes, f"{note}do not fit here"))
+    first = joined is not None and (told is not None or gains(joined, target, budget_bytes))
+    against = "not with this jaxlib" if told is not None and told.along else ""
+    if joined is not None and first:
+        try:
+            return _along(joined, asked, *given)
+        except _NotAlongError as error:
+            against = str(error)
+    if against:
+        note = f"updates come after the loops that make their gradients: {against}"
+        asked = replace(asked, notes=(*asked.notes, note))
     try:
-        return _apart(
-            program,
-            asked,
-            compiler_of,
-            target,
-            budget_bytes,
-            report,
-            bucket_bytes=bucket,
-            whole_bytes=whole,
-        )
-    except BudgetInfeasibleError:
-        found = way(joined) if joined else None
-        if found is None:
+        return _apart(*_by_rows(program, asked, target, bucket, whole), *given)
+    except BudgetInfeasibleError as error:
+        if joined is None or first:
             raise
-        return found
+        try:
+            return _along(joined, asked, *given)
+        except _NotAlongError:
+            raise error from None
+
+
+class _NotAlongError(Exception):
+    """Updates cannot go along with the loops that make their gradients; the text says why."""
+
+
+def _by_rows(
+    program: Program, asked: Asked, target: Target, bucket_bytes: int, whole_bytes: int
+) -> tuple[Cut, Asked]:
+    """The step cut, with updates of large leaves by rows where that comes out right."""
+    pieces = cut(program, asked.hosted, bucket_bytes, whole_bytes)
+    against = _against_rows([part for part in pieces.parts if part.chunks], target)
+    if not against:
+        return pieces, asked
+    note = f"leaves are fetched whole and not by rows: {against}"
+    asked = replace(asked, notes=(*asked.notes, note))
+    return cut(program, asked.hosted, bucket_bytes), asked
 
 
 def _apart(
-    program: Program,
+    pieces: Cut,
     asked: Asked,
     compiler_of: Callable[[Program], Compiler],
     target: Target,
     budget_bytes: int,
     report: Report,
-    *,
-    bucket_bytes: int,
-    whole_bytes: int,
 ) -> Outcome:
     """The step with updates that come after the loops that make their gradients."""
-    pieces = cut(program, asked.hosted, bucket_bytes, whole_bytes)
-    against = _against_rows([part for part in pieces.parts if part.chunks], target)
-    if against:
-        pieces = cut(program, asked.hosted, bucket_bytes)
-        note = f"leaves are fetched whole and not by rows: {against}"
-        asked = replace(asked, notes=(*asked.notes, note))
     _check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
     if pieces.lent:
@@ -172,16 +174,19 @@ def _joined(program: Program, asked: Asked, target: Target, bucket_bytes: int) -
 
 
 def _along(
+    pieces: Cut,
     asked: Asked,
     compiler_of: Callable[[Program], Compiler],
     target: Target,
     budget_bytes: int,
     report: Report,
-    pieces: Cut,
-) -> Outcome | None:
-    """The step with updates that go along with the loops that make their gradients, if it fits.
+) -> Outcome:
+    """The step with updates that go along with the loops that make their gradients.
 
     Gradients that such a loop stacks up are planned as if they took no memory.
+
+    Raises:
+        _NotAlongError: it does not fit so, or XLA would copy leaves.
     """
     _check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
@@ -192,18 +197,18 @@ def _along(
         try:
             first = _first(pieces, asked, compiler, budget_bytes, report, less)
         except BudgetInfeasibleError:
-            return None
+            break
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         found, lacking = lending(pieces, first.block, target, budget_bytes, options, joining=True)
         if found is not None and any(one.memory.host_temp_bytes for one in found.parts):
-            return None
+            raise _NotAlongError("XLA would copy leaves in host memory")
         if found is not None:
             return _outcome(first, pieces, found, budget_bytes, target, asked)
         if not lacking or asked.plan is not None:
-            return None
+            break
         less += lacking
-    return None
+    raise _NotAlongError("in them they do not fit the budget")
 
 
 def _against_rows(parts: Sequence[Part], target: Target) -> str:
@@ -401,8 +406,18 @@ def _check_host(pieces: Cut, asked: Asked, target: Target) -> None:
         raise BudgetError(
             f"{pieces.program.name} would keep {format_bytes(nbytes)} in host memory, and there "
             f"are {format_bytes(allowed)} for each device of {target.name}. Name fewer arguments "
-            "in host=, or allow more with host_budget=."
+            f"in host=, or {_more_host(nbytes, target)}."
         )
+
+
+def _more_host(nbytes: int, target: Target) -> str:
+    """How to allow so much host memory: there may be more than is taken unless it is asked for."""
+    if nbytes <= host_limit(target):
+        return "allow more with host_budget="
+    needed = -(-nbytes // 2**30) * 2**30 * target.devices_per_host
+    if min(target.host_bytes, needed) == needed:
+        return f"plan for one whose processes may pin more: pinned_host_bytes={needed}"
+    return "plan for one with more host memory"
 
 
 def host_bytes(pieces: Cut) -> int:

@@ -10,35 +10,29 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.errors import BudgetInfeasibleError, StepInterruptedError
+from jaxmem.errors import BudgetInfeasibleError
 from jaxmem.program.calling import Caller
 from jaxmem.program.cut import cut
 from jaxmem.program.joining import joinable
 from jaxmem.rewrite.fetching import fetching_ahead
 from jaxmem.rewrite.staged import staged
-from jaxmem.runtime import guard, line, parts, stream, streamed
-from tests.streamed_steps import MIB, fitted, kinds, same, step_of
+from jaxmem.runtime import guard, line, parts, streamed
+from tests.scanned_nets import (
+    LAYERS,
+    WIDTH,
+    X,
+    backwards,
+    checkpointed,
+    inside_out,
+    layer,
+    params_of,
+    plain,
+    with_rows_of_both,
+)
+from tests.streamed_steps import MIB, failing, fitted, kinds, same, step_of
 
-LAYERS, WIDTH = 6, 512
 ROW = WIDTH * WIDTH * 4
-X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
 ADAM = optax.adam(1e-2, eps=1e-3)
-
-
-def layer(x, w):
-    return x + jnp.tanh(x @ w["in"]) @ w["out"] + w["bias"], None
-
-
-def plain(params, x):
-    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
-
-
-def backwards(params, x):
-    return (jax.lax.scan(layer, x, params, reverse=True)[0] ** 2).mean()
-
-
-def checkpointed(params, x):
-    return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean()
 
 
 def without_products(params, x):
@@ -48,19 +42,6 @@ def without_products(params, x):
         return x * jnp.cos(w["in"][:8]) + jnp.sin(w["out"][:8]) + w["bias"], None
 
     return (jax.lax.scan(scaled, x, params)[0] ** 2).mean()
-
-
-def with_more_stacks(params, x):
-    """Rows of the device beside those of the host, and results that are stacked."""
-
-    def scaled(x, given):
-        w, scale = given
-        x, _ = layer(x, w)
-        return x * scale, (x.sum(), 7)
-
-    scales = jnp.linspace(0.9, 1.1, LAYERS)
-    x, (sums, sevens) = jax.lax.scan(scaled, x, (params, scales))
-    return (x**2).mean() + sums[-1] / x.size + sevens[-1]
 
 
 def cast_before(params, x):
@@ -74,16 +55,6 @@ def cast_within(params, x):
 
     x = x.astype(jnp.bfloat16)
     return (jax.lax.scan(halved, x, params)[0].astype(jnp.float32) ** 2).mean()
-
-
-def inside_out(params, x):
-    """A loop in which another one runs over a row."""
-
-    def outer(x, w):
-        x, _ = jax.lax.scan(lambda x, v: (x + jnp.tanh(x @ w["in"]) * v, None), x, w["out"][:3])
-        return x + w["bias"], None
-
-    return (jax.lax.scan(outer, x, params)[0] ** 2).mean()
 
 
 def checkpointed_inside(params, x):
@@ -127,15 +98,6 @@ def with_keys(params, x):
     return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
 
 
-def params_of(layers=LAYERS):
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "in": jax.random.normal(keys[0], (layers, WIDTH, WIDTH)) * 0.05,
-        "out": jax.random.normal(keys[1], (layers, WIDTH, WIDTH)) * 0.05,
-        "bias": jnp.zeros((layers, WIDTH)),
-    }
-
-
 def states_of(tx, layers=LAYERS):
     params = params_of(layers)
     return params, tx.init(params)
@@ -154,7 +116,7 @@ def gaining(monkeypatch):
 
 
 NETS = (
-    *(plain, backwards, checkpointed, without_products, with_more_stacks),
+    *(plain, backwards, checkpointed, without_products, with_rows_of_both),
     *(cast_before, cast_within, inside_out, checkpointed_inside, with_keys),
 )
 # Of each: the net, the optimizer, and how many leaves are updated in the loop if all may wait on
@@ -173,14 +135,14 @@ STEPS["halves"] = (plain, optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16), 6, 
 STEPS["clipped"] = (plain, optax.chain(optax.clip_by_global_norm(0.1), ADAM), 0, None)
 # The norm of a leaf is of all its rows.
 STEPS["lamb"] = (plain, optax.lamb(1e-2, eps=1e-3), 0, None)
-QUICK = ("plain", "with_more_stacks")
+QUICK = ("plain", "with_rows_of_both")
 WIDE = ("backwards", "clipped", "cast_within", "checkpointed_inside")
 CASES = [
     pytest.param(
         name,
         host,
         marks=()
-        if (name, host) in (("plain", "*"), ("with_more_stacks", "state[1]*"))
+        if (name, host) in (("plain", "*"), ("with_rows_of_both", "state[1]*"))
         else (pytest.mark.wide if name in (*QUICK, *WIDE) else pytest.mark.slow),
     )
     for name in STEPS
@@ -312,7 +274,7 @@ def test_a_budget_that_gradients_alone_would_exceed():
     assert plan.compiled_bytes <= budget
     assert plan.streamed.fetched_bytes == (6 + 2) * 24 * ROW, "weights twice"
     assert plan.streamed.sent_bytes == 6 * 24 * ROW
-    assert "6 of these arrays are updated in the loops" in " ".join(plan.explain().sentences)
+    assert "updated 6 in the loops that make their gradients" in " ".join(plan.explain().sentences)
     same(run(jax.tree.map(jnp.copy, state), X), jax.jit(step)(state, X), rtol=1e-4)
 
 
@@ -387,6 +349,30 @@ def test_a_jaxlib_that_gets_rows_wrong_updates_afterwards(gaining, monkeypatch):
     assert plan.streamed.along == 0
 
 
+def test_a_plan_says_why_updates_come_after_the_loop(gaining, monkeypatch):
+    real = streamed.lending
+
+    def lending(*args, joining=False, **options):
+        return (None, 0) if joining else real(*args, **options)
+
+    monkeypatch.setattr(streamed, "lending", lending)
+    plan = fitted(step_of(plain, ADAM), budget=80 * MIB).plan(states_of(ADAM), X)
+    assert plan.streamed is not None
+    assert plan.streamed.along == 0
+    assert "after the loops that make their gradients: in them they do" in " ".join(plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "advice"),
+    [(40 * MIB, r"pinned_host_bytes=\d+"), (2**40, "allow more with host_budget=")],
+)
+def test_too_little_host_memory_is_told_with_what_helps(pinned: int, advice: str):
+    target = jaxmem.Target("h200", host_bytes=2**30, pinned_host_bytes=pinned)
+    run = fitted(step_of(plain, ADAM), target=target, host_budget=30 * MIB)
+    with pytest.raises(jaxmem.BudgetError, match=advice):
+        run.plan(states_of(ADAM, 12), X)
+
+
 @pytest.mark.wide
 def test_a_saved_plan_is_followed(tmp_path, gaining, monkeypatch):
     step, state = step_of(plain, ADAM), states_of(ADAM)
@@ -403,24 +389,11 @@ def test_a_saved_plan_is_followed(tmp_path, gaining, monkeypatch):
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_loop_that_fails_is_run_again(times: int, gaining, monkeypatch):
     step, state = step_of(plain, ADAM), states_of(ADAM)
-    run, real, left = fitted(step, host="*", budget=60 * MIB), stream._Run._run, [times]
+    run = fitted(step, host="*", budget=60 * MIB)
     expected = run(jax.tree.map(jnp.copy, state), X)
 
-    def failing(self, item, alone):
-        if item.part.chunks and left[0]:
-            left[0] -= 1
-            raise RuntimeError("RESOURCE_EXHAUSTED: injected")
-        return real(self, item, alone)
-
-    monkeypatch.setattr(stream._Run, "_run", failing)
     given = run.place(jax.tree.map(jnp.copy, state), X)[0]
-    if times == 1:
-        with pytest.warns(UserWarning, match="worked with nothing else under way"):
-            found = run(given, X)
-    else:
-        with pytest.raises(StepInterruptedError, match="a stage of the gradients") as raised:
-            run(given, X)
-        found = raised.value.resume()
+    found = failing(run, (given, X), times, "a stage of the gradients", monkeypatch)
     same(found, expected, rtol=0)
 
 

@@ -11,13 +11,12 @@ import optax.contrib
 import pytest
 
 import jaxmem
-from jaxmem.errors import StepInterruptedError
 from jaxmem.program.calling import Caller
 from jaxmem.program.cut import cut
-from jaxmem.runtime import guard, stream, streamed
+from jaxmem.runtime import guard, streamed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.targets.target import Target
-from tests.streamed_steps import MIB, X, fitted, kinds, same, step_of
+from tests.streamed_steps import MIB, X, failing, fitted, kinds, same, step_of
 
 LAYERS, WIDTH = 12, 512
 OPTIMIZERS = {
@@ -192,24 +191,11 @@ def test_an_update_by_rows_that_does_not_start_is_run_again(monkeypatch, times):
     """At once with nothing else under way, and if it fails again, when the caller asks for it."""
     tx = optax.adam(1e-2, eps=1e-3)
     step, state = step_of(net, tx), state_with(tx)
-    run, real, left = fitted(step), stream._Run._run, [times]
+    run = fitted(step)
     expected = run(jax.tree.map(jnp.copy, state), X)
 
-    def failing(self, item, alone):
-        if item.part.chunks and left[0]:
-            left[0] -= 1
-            raise RuntimeError("RESOURCE_EXHAUSTED: injected")
-        return real(self, item, alone)
-
-    monkeypatch.setattr(stream._Run, "_run", failing)
     given = run.place(jax.tree.map(jnp.copy, state), X)[0]
-    if times == 1:
-        with pytest.warns(UserWarning, match="worked with nothing else under way"):
-            found = run(given, X)
-    else:
-        with pytest.raises(StepInterruptedError, match="the update of state") as raised:
-            run(given, X)
-        found = raised.value.resume()
+    found = failing(run, (given, X), times, "the update of state", monkeypatch)
     same(found, expected, rtol=0)
 
 

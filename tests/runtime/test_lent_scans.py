@@ -16,56 +16,27 @@ from jaxmem.program.ir import in_host_memory
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.fetching import fetching_ahead
 from jaxmem.runtime import guard, parts, streamed
+from tests.scanned_nets import (
+    LAYERS,
+    WIDTH,
+    X,
+    backwards,
+    checkpointed,
+    inside_out,
+    layer,
+    params_of,
+    plain,
+    with_rows_of_both,
+)
 from tests.streamed_steps import MIB, fitted, kinds, same, step_of
 
-LAYERS, WIDTH = 6, 512
 LEAF = LAYERS * WIDTH * WIDTH * 4
-X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
-
-
-def layer(x, w):
-    return x + jnp.tanh(x @ w["in"]) @ w["out"] + w["bias"], None
-
-
-def plain(params, x):
-    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
-
-
-def backwards(params, x):
-    return (jax.lax.scan(layer, x, params, reverse=True)[0] ** 2).mean()
-
-
-def checkpointed(params, x):
-    return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean()
-
-
-def with_rows_of_both(params, x):
-    """Rows of the device beside those of the host, and results that are stacked."""
-
-    def scaled(x, given):
-        w, scale = given
-        x, _ = layer(x, w)
-        return x * scale, (x.sum(), 7)
-
-    scales = jnp.linspace(0.9, 1.1, LAYERS)
-    x, (sums, sevens) = jax.lax.scan(scaled, x, (params, scales))
-    return (x**2).mean() + sums[-1] / x.size + sevens[-1]
 
 
 def twice(params, x):
     """Two loops read the same arrays."""
     x, _ = jax.lax.scan(layer, x, params)
     return plain(params, x)
-
-
-def inside_out(params, x):
-    """A loop in which another one runs over a row."""
-
-    def outer(x, w):
-        x, _ = jax.lax.scan(lambda x, v: (x + jnp.tanh(x @ w["in"]) * v, None), x, w["out"][:3])
-        return x + w["bias"], None
-
-    return (jax.lax.scan(outer, x, params)[0] ** 2).mean()
 
 
 NETS = {
@@ -93,15 +64,6 @@ def as_a_constant(params, x):
         return x + x @ params["in"][0] + params["out"].sum(0)[0], None
 
     return (jax.lax.scan(inner, x, None, length=4)[0] ** 2).mean()
-
-
-def params_of(layers=LAYERS):
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "in": jax.random.normal(keys[0], (layers, WIDTH, WIDTH)) * 0.05,
-        "out": jax.random.normal(keys[1], (layers, WIDTH, WIDTH)) * 0.05,
-        "bias": jnp.zeros((layers, WIDTH)),
-    }
 
 
 @pytest.fixture(autouse=True)
