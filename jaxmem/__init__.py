@@ -7,15 +7,11 @@ import typing
 
 from jaxmem import _before_jax
 from jaxmem.errors import (
-    AbstractCallError,
     ArgumentError,
-    AutoOutsideFitError,
     BudgetError,
     BudgetInfeasibleError,
-    DonatedBufferError,
     JaxmemError,
     MicrobatchError,
-    MissingPluginError,
     PlanMismatchError,
     PolicyError,
     TraceError,
@@ -33,22 +29,19 @@ if typing.TYPE_CHECKING:
     from jaxmem.policies.apply import remat
     from jaxmem.program.accumulating import accumulate
     from jaxmem.program.microbatches import AUTO
+    from jaxmem.state.checkpoint import restore, save
     from jaxmem.targets.target import Target
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AUTO",
-    "AbstractCallError",
     "ArgumentError",
-    "AutoOutsideFitError",
     "BudgetError",
     "BudgetInfeasibleError",
-    "DonatedBufferError",
     "JaxmemError",
     "MemoryReport",
     "MicrobatchError",
-    "MissingPluginError",
     "Plan",
     "PlanMismatchError",
     "PolicyError",
@@ -63,7 +56,12 @@ __all__ = [
     "plan",
     "policies",
     "remat",
+    "restore",
+    "save",
 ]
+
+# Errors of a narrow cause are in jaxmem.errors alone; they can be had from here as before.
+_NARROW = ("AbstractCallError", "AutoOutsideFitError", "DonatedBufferError", "MissingPluginError")
 
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
 # line has chosen its platform): they are imported when first used.
@@ -78,6 +76,8 @@ _HOMES = {
     "frontier": "jaxmem.frontier",
     "plan": "jaxmem.beforehand",
     "remat": "jaxmem.policies.apply",
+    "restore": "jaxmem.state.checkpoint",
+    "save": "jaxmem.state.checkpoint",
 }
 _MODULES = ("policies",)
 
@@ -94,9 +94,10 @@ class _Face(types.ModuleType):
     def __getattr__(self, name: str) -> typing.Any:
         if name in _MODULES:
             return importlib.import_module(f"jaxmem.{name}")
-        if name not in _HOMES:
+        home = "jaxmem.errors" if name in _NARROW else _HOMES.get(name)
+        if home is None:
             raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        value = getattr(importlib.import_module(home), name)
         setattr(self, name, value)
         return value
 

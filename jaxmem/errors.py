@@ -115,6 +115,10 @@ class StepInterruptedError(JaxmemError, RuntimeError):
         self.resume = resume
 
 
+class CheckpointError(JaxmemError, RuntimeError):
+    """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
+
+
 class PolicyError(JaxmemError, ValueError):
     """A policy that contradicts itself, matches nothing, or asks for what JAX cannot do there."""
 

@@ -215,6 +215,11 @@ def pure(objects: tuple[Any, ...]) -> tuple[Any, Any]:
     return sys.modules["flax.nnx"].split(objects)
 
 
+def state_of(objects: tuple[Any, ...]) -> Any:
+    """The arrays of objects, as a pytree; those of shared ones once."""
+    return sys.modules["flax.nnx"].state(objects)
+
+
 def objects_of(graphdef: Any, state: Any) -> tuple[Any, ...]:
     """New objects from what :func:`pure` made of others."""
     return sys.modules["flax.nnx"].merge(graphdef, state)
