@@ -60,8 +60,14 @@ __all__ = [
     "save",
 ]
 
-# Errors of a narrow cause are in jaxmem.errors alone; they can be had from here as before.
-_NARROW = ("AbstractCallError", "AutoOutsideFitError", "DonatedBufferError", "MissingPluginError")
+# Errors of a narrow cause: their home is jaxmem.errors, and they can be had from here as well.
+_NARROW = (
+    "AbstractCallError",
+    "AutoOutsideFitError",
+    "CheckpointError",
+    "DonatedBufferError",
+    "MissingPluginError",
+)
 
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
 # line has chosen its platform): they are imported when first used.

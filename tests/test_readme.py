@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ OWN_TEST = {
     "What a budget costs",
     "Why a plan is what it is",
     "A budget that does not fit",
+    "Checkpoints",
     "Command line",
     "Policies",
 }
@@ -220,5 +222,17 @@ def test_every_target_is_listed():
 
 
 def test_every_error_is_listed():
+    """Those of the face, and of :mod:`jaxmem.errors` where a user may meet them."""
     errors = {name for name in jaxmem.__all__ if name.endswith("Error")} - {"JaxmemError"}
-    assert set(re.findall(r"^\| `(\w+Error)`", TEXT, re.MULTILINE)) == errors
+    listed = set(re.findall(r"^\| `(\w+Error)`", TEXT, re.MULTILINE))
+    assert errors <= listed
+    for name in listed:
+        assert getattr(jaxmem, name, None) is getattr(jaxmem.errors, name), name
+
+
+def test_a_checkpoint_comes_back():
+    found = run("Checkpoints")
+    assert found["state"]["step"] == 2
+    assert (found["state"]["params"]["w"] == jnp.eye(64)).all()
+    assert sorted(path.name for path in Path(found["directory"]).iterdir()) == ["1", "2"]
+    shutil.rmtree(found["directory"])
