@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -359,3 +360,14 @@ def _answer(module: Any, name: str, answer: Callable[..., Any]) -> None:
 def _two(capability: str) -> tuple[int, int]:
     major, minor = capability.split(".")
     return int(major), int(minor)
+
+
+def at_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
+    """Have ``finish`` called when Python begins to end, while threads can still be started.
+
+    ``atexit`` is too late: by then no thread pool takes work, and Orbax needs several to end a
+    checkpoint. ``concurrent.futures`` is told in this way, too; what is told last is called first.
+    """
+    importlib.import_module("concurrent.futures.thread")
+    threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
+    return finish

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import shutil
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import _compat
 from jaxmem.errors import CheckpointError, MissingExtraError
 from jaxmem.program import leaves
 from jaxmem.state.contents import Contents, contents_of
@@ -135,7 +135,7 @@ def restore(directory: str | Path, like: Any, *, step: int | None = None) -> Any
         About 1 GiB of host memory beside the state, or the largest leaf if that is more.
     """
     _check_processes("restore")
-    path = Path(directory).expanduser().absolute()
+    path = _resolved(directory)
     with _lock:
         writing = _open.get(path)
     if writing is not None:
@@ -168,12 +168,14 @@ class _Directory:
         path: where they are.
         keep: how many are left.
         needed: bytes of the last one.
+        failed: why it could not be written.
     """
 
     def __init__(self, path: Path, keep: int | None):
         ocp = _orbax()
         self.path, self.keep, self.needed = path, keep, 0
         self.manager: Any = None
+        self.failed: CheckpointError | None = None
         if path.exists() and not path.is_dir():
             raise CheckpointError(
                 f"{path} is a file, and cannot hold checkpoints: give a directory."
@@ -193,11 +195,13 @@ class _Directory:
     def save(self, contents: Contents, step: int) -> Saving:
         ocp = _orbax()
         self.wait()
-        newest = self.manager.latest_step()
-        if newest is not None and step <= newest:
+        there = _steps(self.path)
+        if there != sorted(self.manager.all_steps()):
+            self.manager.reload()  # Somebody else wrote or deleted some.
+        if there and step <= there[-1]:
             raise CheckpointError(
-                f"step {step} does not come after {newest}, the newest in {self.path}. Save under "
-                "a larger number, or into another directory."
+                f"step {step} does not come after {there[-1]}, the newest in {self.path}. Save "
+                "under a larger number, or into another directory."
             )
         self._check_room(contents.nbytes)
         self.needed = contents.nbytes
@@ -218,6 +222,8 @@ class _Directory:
         return Saving(self.path / str(step), step, contents.nbytes, self)
 
     def wait(self) -> None:
+        if self.failed is not None:
+            raise self.failed
         with self._failing():
             self.manager.wait_until_finished()
 
@@ -239,10 +245,11 @@ class _Directory:
             with contextlib.suppress(OSError):
                 free = f"; {format_bytes(shutil.disk_usage(self.path).free)} are free there"
             left = ", ".join(map(str, _steps(self.path))) or "none"
-            raise CheckpointError(
+            self.failed = CheckpointError(
                 f"a checkpoint in {self.path} could not be written: {error}\n  Its arrays take "
                 f"{format_bytes(self.needed)}{free}. Complete checkpoints that are there: {left}."
-            ) from error
+            )
+            raise self.failed from error
 
     def _check_room(self, nbytes: int) -> None:
         free = shutil.disk_usage(self.path).free
@@ -254,7 +261,7 @@ class _Directory:
 
 
 def _directory(directory: str | Path, keep: int | None) -> _Directory:
-    path = Path(directory).expanduser().absolute()
+    path = _resolved(directory)
     with _lock:
         found = _open.get(path)
     if found is not None:
@@ -268,7 +275,12 @@ def _directory(directory: str | Path, keep: int | None) -> _Directory:
     return found
 
 
-@atexit.register
+def _resolved(directory: str | Path) -> Path:
+    """One name for each directory, whatever links lead there."""
+    return Path(directory).expanduser().resolve()
+
+
+@_compat.at_shutdown
 def _finish() -> None:
     """Let what is being written end, and say what could not."""
     for found in list(_open.values()):

@@ -15,6 +15,16 @@ from jaxmem.program import leaves, nnx
 
 # What is written as it is, into the list of what a checkpoint holds.
 _PLAIN = (bool, int, float, str)
+# The dtypes of which Orbax writes arrays.
+_STORED = frozenset(
+    {
+        "bool",
+        *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (16, 32, 64)),
+        *("int2", "int4", "int8", "uint8", "bfloat16", "complex64", "complex128"),
+        *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz"),
+        *("float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    }
+)
 # What makes random keys of each dtype, as jax.random.key(impl=) takes it.
 _IMPLEMENTATIONS = {
     "key<fry>": "threefry2x32",
@@ -71,7 +81,7 @@ def contents_of(tree: Any) -> Contents:
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
     for name, leaf in {**named, **inner}.items():
-        if isinstance(leaf, _PLAIN) and not isinstance(leaf, np.generic):
+        if type(leaf) in _PLAIN:
             values[name] = leaf
         elif _is_key(leaf):
             arrays[name], keys[name] = _key_data(name, leaf), str(leaf.dtype)
@@ -79,9 +89,9 @@ def contents_of(tree: Any) -> Contents:
             arrays[name] = leaf
         else:
             raise CheckpointError(
-                f"{name or 'the state'} is a {type(leaf).__name__} ({leaf!r:.80}), which no "
-                "checkpoint holds. Save arrays, numbers and texts; leave functions and "
-                "configuration to the code."
+                f"{name or 'the state'} is a {type(leaf).__name__}{_dtype_of(leaf)} "
+                f"({leaf!r:.80}), which no checkpoint holds. Save arrays, numbers and texts; leave "
+                "functions and configuration to the code."
             )
 
     def rebuild(found: Mapping[str, Any]) -> Any:
@@ -111,9 +121,16 @@ def _of_objects(
 
 
 def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMm"
-    return isinstance(leaf, jax.Array)
+    if isinstance(leaf, jax.Array):
+        return leaf.dtype.name in _STORED
+    # Masks and the like are more than an array.
+    plain = isinstance(leaf, np.generic) or type(leaf) in (np.ndarray, np.memmap)
+    return plain and leaf.dtype.isnative and leaf.dtype.name in _STORED
+
+
+def _dtype_of(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    return "" if dtype is None else f" of {dtype}"
 
 
 def _is_key(leaf: Any) -> bool:

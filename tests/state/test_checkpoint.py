@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import sys
 
 import jax
@@ -176,6 +178,24 @@ def test_a_number_must_come_after_those_that_are_there(tmp_path):
     assert jaxmem.restore(tmp_path, {"w": jnp.ones(3)})["w"][0] == 0
 
 
+def test_other_names_of_a_directory_are_the_same_directory(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    jaxmem.save(tmp_path / "link", {"w": jnp.zeros(3)}, step=0)
+    jaxmem.save(tmp_path / "link" / ".." / "real", {"w": jnp.ones(3)}, step=1)
+    assert jaxmem.restore(tmp_path / "real", {"w": jnp.zeros(3)})["w"][0] == 1
+
+
+def test_what_is_deleted_between_saves_is_gone(tmp_path):
+    for step in (3, 1, 2):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        jaxmem.save(tmp_path / "run", {"w": jnp.full(3, float(step))}, step=step, wait=True)
+        assert jaxmem.restore(tmp_path / "run", {"w": jnp.zeros(3)})["w"][0] == step
+    shutil.rmtree(tmp_path / "run" / "2")
+    jaxmem.save(tmp_path / "run", {"w": jnp.full(3, 9.0)}, step=2)
+    assert jaxmem.restore(tmp_path / "run", {"w": jnp.zeros(3)})["w"][0] == 9
+
+
 def test_an_empty_directory_says_so(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
@@ -228,7 +248,13 @@ def test_nothing_of_a_model_is_changed_where_something_does_not_match(tmp_path):
     ("state", "options", "said"),
     [
         ({"f": print}, {}, r"\['f'\] is a builtin_function_or_method"),
-        ({"o": np.array(["a"], object)}, {}, r"\['o'\] is a ndarray"),
+        ({"o": np.array(["a"], object)}, {}, r"\['o'\] is a ndarray of object"),
+        ({"o": np.zeros(3, ">f4")}, {}, r"\['o'\] is a ndarray of >f4"),
+        ({"o": np.zeros(3, np.longdouble)}, {}, r"\['o'\] is a ndarray of float128"),
+        ({"o": np.zeros(3, [("a", "f4")])}, {}, r"\['o'\] is a ndarray of \["),
+        ({"o": np.ma.masked_equal([1, 2], 2)}, {}, r"\['o'\] is a MaskedArray"),
+        ({"o": jnp.zeros(3, jnp.uint4)}, {}, r"\['o'\] is a ArrayImpl of uint4"),
+        ({"o": signal.SIGTERM, "w": np.ones(3)}, {}, r"\['o'\] is a Signals"),
         ({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, {}, r"\['w'\] has a shape and no data"),
         ({"n": 3}, {}, "holds no arrays"),
         ({"w": np.ones(3)}, {"step": -1}, "step=-1"),

@@ -142,6 +142,21 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     assert "that are there: 1" in out
 
 
+@pytest.mark.parametrize("end", ["", "raise ValueError", "sys.exit(3)"])
+def test_python_ends_when_the_checkpoint_is_complete(tmp_path, end):
+    code = (
+        "import sys, numpy as np, jaxmem\n"
+        f"jaxmem.save({str(tmp_path)!r}, {{'w': np.ones(2**24, np.float32)}}, step=4)\n{end}"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE.parent.parent, capture_output=True, text=True
+    )
+    assert "could not be written" not in ended.stderr, ended.stderr
+    assert bool(ended.returncode) == bool(end)
+    like = {"w": np.zeros(2**24, np.float32)}
+    assert (jaxmem.restore(tmp_path, like)["w"] == 1).all()
+
+
 def test_several_devices(tmp_path):
     process = run_script("sharded_checkpoints.py", str(tmp_path))
     out, err = process.communicate(timeout=240)
