@@ -363,10 +363,10 @@ def _two(capability: str) -> tuple[int, int]:
 
 
 def at_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
-    """Have ``finish`` called when Python begins to end, while threads can still be started.
+    """Have ``finish`` called when Python begins to end, while thread pools still take work.
 
-    ``atexit`` is too late: by then no thread pool takes work, and Orbax needs several to end a
-    checkpoint. ``concurrent.futures`` is told in this way, too; what is told last is called first.
+    ``atexit`` is too late for that. ``concurrent.futures`` is told in this way, too; what is told
+    last is called first. Python 3.12 starts no new threads even then.
     """
     importlib.import_module("concurrent.futures.thread")
     threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]

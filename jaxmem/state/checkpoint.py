@@ -64,6 +64,9 @@ def save(
     When this returns, the arrays may be donated, deleted or changed in place. A checkpoint is there
     as a whole or not at all. It has checksums of all arrays, which :func:`restore` verifies.
 
+    Wait for the last one: from Python 3.12 on, Orbax cannot complete it once Python has begun to
+    end, and then a line on stderr says that it is not there.
+
     Args:
         directory: where all checkpoints of a run are; it is made.
         state: a pytree of arrays, numbers and texts, NNX objects, or all of them. Arrays may be
@@ -244,7 +247,9 @@ class _Directory:
             free = ""
             with contextlib.suppress(OSError):
                 free = f"; {format_bytes(shutil.disk_usage(self.path).free)} are free there"
-            left = ", ".join(map(str, _steps(self.path))) or "none"
+            left = "unknown"
+            with contextlib.suppress(Exception):  # Not where Python is about to end.
+                left = ", ".join(map(str, _steps(self.path))) or "none"
             self.failed = CheckpointError(
                 f"a checkpoint in {self.path} could not be written: {error}\n  Its arrays take "
                 f"{format_bytes(self.needed)}{free}. Complete checkpoints that are there: {left}."
@@ -287,8 +292,9 @@ def _finish() -> None:
         try:
             found.wait()
             found.close()
-        except CheckpointError as error:
-            print(f"jaxmem: {error}", file=sys.stderr)
+        except Exception as error:  # There is nobody left to raise it to.
+            what = f"jaxmem: the last checkpoint in {found.path} is not complete"
+            print(f"{what}; wait() for it before Python ends ({error})", file=sys.stderr)
 
 
 def _steps(path: Path) -> list[int]:
