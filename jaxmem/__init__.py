@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from jaxmem.program.accumulating import accumulate
     from jaxmem.program.microbatches import AUTO
     from jaxmem.state.checkpoint import restore, save
+    from jaxmem.state.sharding import shard
     from jaxmem.targets.target import Target
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "remat",
     "restore",
     "save",
+    "shard",
 ]
 
 # Errors of a narrow cause: their home is jaxmem.errors, and they can be had from here as well.
@@ -67,6 +69,7 @@ _NARROW = (
     "CheckpointError",
     "DonatedBufferError",
     "MissingPluginError",
+    "ShardingError",
 )
 
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
@@ -84,6 +87,7 @@ _HOMES = {
     "remat": "jaxmem.policies.apply",
     "restore": "jaxmem.state.checkpoint",
     "save": "jaxmem.state.checkpoint",
+    "shard": "jaxmem.state.sharding",
 }
 _MODULES = ("policies",)
 
@@ -100,10 +104,11 @@ class _Face(types.ModuleType):
     def __getattr__(self, name: str) -> typing.Any:
         if name in _MODULES:
             return importlib.import_module(f"jaxmem.{name}")
-        home = "jaxmem.errors" if name in _NARROW else _HOMES.get(name)
-        if home is None:
+        if name in _NARROW:
+            return getattr(importlib.import_module("jaxmem.errors"), name)
+        if name not in _HOMES:
             raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
-        value = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(_HOMES[name]), name)
         setattr(self, name, value)
         return value
 

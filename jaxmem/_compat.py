@@ -15,6 +15,7 @@ import jax.extend.core.primitives
 from jax._src import ad_checkpoint, config, hardware_utils, hijax, source_info_util, xla_bridge
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir, remat
+from jax._src.lax.lax import _convert_element_type
 from jax.ad_checkpoint import Offloadable
 from jax.extend import core as jex
 
@@ -360,6 +361,12 @@ def _answer(module: Any, name: str, answer: Callable[..., Any]) -> None:
 def _two(capability: str) -> tuple[int, int]:
     major, minor = capability.split(".")
     return int(major), int(minor)
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The array with the type of a Python number, which gives way to others' precision."""
+    made: Any = _convert_element_type(array, array.dtype, weak_type=True)
+    return made
 
 
 def at_shutdown(finish: Callable[[], None]) -> Callable[[], None]:

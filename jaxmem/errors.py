@@ -119,6 +119,10 @@ class CheckpointError(JaxmemError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
 
 
+class ShardingError(JaxmemError, ValueError):
+    """A rule or spec that does not fit the mesh or the leaf that it is for, or matches nothing."""
+
+
 class PolicyError(JaxmemError, ValueError):
     """A policy that contradicts itself, matches nothing, or asks for what JAX cannot do there."""
 

@@ -51,6 +51,7 @@ OWN_TEST = {
     "What a budget costs",
     "Why a plan is what it is",
     "A budget that does not fit",
+    "A state over several devices",
     "Checkpoints",
     "Command line",
     "Policies",
@@ -228,6 +229,13 @@ def test_every_error_is_listed():
     assert errors <= listed
     for name in listed:
         assert getattr(jaxmem, name, None) is getattr(jaxmem.errors, name), name
+
+
+def test_a_layout_prints_what_is_shown(capsys):
+    run("A state over several devices")
+    (shown,) = SECTIONS["A state over several devices"].blocks("text")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in printed] == shown.splitlines()
 
 
 def test_a_checkpoint_comes_back():

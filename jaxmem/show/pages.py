@@ -1,8 +1,8 @@
-"""What explanations, differences and frontiers show: sentences, items and tables, as strings."""
+"""What explanations, differences, frontiers and layouts show: sentences, items and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from jaxmem.planner.difference import Moved, PlanDiff
 from jaxmem.planner.explain import Explanation, Reason
 from jaxmem.planner.frontier import Frontier, Point, pareto, thinned
 from jaxmem.show.rows import NOTE_LIMIT, Grid, clean, percent_text, type_text
+from jaxmem.state.sharded import Sharded, ShardedLeaf
 from jaxmem.units import GIB, format_bytes, format_seconds
 
 _MOST_POINTS = 16
@@ -101,6 +102,47 @@ def frontier_page(frontier: Frontier) -> Page:
         tuple(sentences),
         grids=(_point_grid(frontier, points), _stock_grid(frontier)),
     )
+
+
+def sharded_page(sharded: Sharded, top: int = 20) -> Page:
+    """Returns what a layout over a mesh shows: the leaves that take most of each device."""
+    whole = sum(leaf.nbytes for leaf in sharded.leaves)
+    axes = ", ".join(f"{clean(name)}={size}" for name, size in sharded.axes.items())
+    host = f" and {format_bytes(sharded.host_bytes)} of its host" if sharded.host_bytes else ""
+    ordered = sorted(sharded.leaves, key=lambda leaf: (-leaf.device_bytes, leaf.path))
+    return Page(
+        f"{format_bytes(whole)} over {axes}",
+        (f"{format_bytes(sharded.device_bytes)} of each device{host}",),
+        items=tuple(Item(clean(text, NOTE_LIMIT), ()) for text in sharded.warnings),
+        grids=(_leaf_grid(ordered[:top], ordered[top:]),),
+    )
+
+
+def _leaf_grid(leaves: Sequence[ShardedLeaf], left: Sequence[ShardedLeaf]) -> Grid:
+    rest = format_bytes(sum(leaf.device_bytes for leaf in left))
+    return Grid(
+        "what each device has",
+        ("leaf", "type", "split over", "bytes", "per device", "memory"),
+        (0, 2),
+        tuple(
+            (
+                clean(leaf.path),
+                type_text(leaf.dtype, leaf.shape),
+                ", ".join(map(_axes_text, leaf.spec)) or "-",
+                format_bytes(leaf.nbytes),
+                format_bytes(leaf.device_bytes),
+                "pinned host" if leaf.on_host else "device",
+            )
+            for leaf in leaves
+        ),
+        f"… and {len(left)} more ({rest})" if left else "",
+    )
+
+
+def _axes_text(entry: object) -> str:
+    if entry is None:
+        return "-"
+    return "+".join(map(clean, entry)) if isinstance(entry, tuple) else clean(entry)
 
 
 def _reason_item(reason: Reason) -> Item:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import sys
 import threading
@@ -28,8 +29,11 @@ from jaxmem.units import format_bytes
 _ARRAYS, _LIST = "state", "jaxmem"
 # Orbax reads about so much at a time, or one leaf if that is larger.
 _READ_BYTES = 2**30
-_lock = threading.Lock()
+# Threads save one after the other: Orbax's manager of a directory is for one at a time.
+_lock = threading.RLock()
 _open: dict[Path, _Directory] = {}
+# A fork of it has none of the threads that write.
+_PROCESS = os.getpid()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +57,8 @@ class Saving:
         Raises:
             CheckpointError: it could not be written; those before it are still there.
         """
-        self._directory.wait()
+        with _lock:
+            self._directory.wait()
 
 
 def save(
@@ -109,8 +114,8 @@ def save(
         )
     if not any(a.size for a in contents.arrays.values()):
         raise CheckpointError("the state holds no arrays, so there is nothing to save.")
-    found = _directory(directory, keep)
-    saving = found.save(contents, step)
+    with _lock:
+        saving = _directory(directory, keep).save(contents, step)
     if wait:
         saving.wait()
     return saving
@@ -141,8 +146,8 @@ def restore(directory: str | Path, like: Any, *, step: int | None = None) -> Any
     path = _resolved(directory)
     with _lock:
         writing = _open.get(path)
-    if writing is not None:
-        writing.wait()
+        if writing is not None:
+            writing.wait()
     found = _steps(path)
     if not found:
         raise CheckpointError(f"{path} holds no complete checkpoint.")
@@ -183,6 +188,7 @@ class _Directory:
             raise CheckpointError(
                 f"{path} is a file, and cannot hold checkpoints: give a directory."
             )
+        self._check_own()
         with self._failing():
             self.manager = ocp.CheckpointManager(
                 path,
@@ -194,6 +200,16 @@ class _Directory:
                     _LIST: ocp.JsonCheckpointHandler(),
                 },
             )
+
+    def _check_own(self) -> None:
+        """Orbax takes every directory with a number for a checkpoint, and deletes old ones."""
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        for found in sorted(p for p in inside if p.name.isdecimal() and p.is_dir()):
+            if not (found / _LIST).is_dir() or found.name != str(int(found.name)):
+                raise CheckpointError(
+                    f"{found} is no checkpoint of jaxmem.save, and would count as one. Give a "
+                    "directory of its own."
+                )
 
     def save(self, contents: Contents, step: int) -> Saving:
         ocp = _orbax()
@@ -240,8 +256,7 @@ class _Directory:
         try:
             yield
         except Exception as error:
-            with _lock:
-                _open.pop(self.path, None)
+            _open.pop(self.path, None)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()
             free = ""
@@ -267,28 +282,27 @@ class _Directory:
 
 def _directory(directory: str | Path, keep: int | None) -> _Directory:
     path = _resolved(directory)
-    with _lock:
-        found = _open.get(path)
+    found = _open.get(path)
     if found is not None:
         found.wait()
         if found.keep == keep and path.is_dir():
             return found
         found.close()
-    found = _Directory(path, keep)
-    with _lock:
-        _open[path] = found
+    found = _open[path] = _Directory(path, keep)
     return found
 
 
 def _resolved(directory: str | Path) -> Path:
     """One name for each directory, whatever links lead there."""
+    if "://" in str(directory):
+        raise CheckpointError(f"{directory} is a URL; checkpoints are in directories.")
     return Path(directory).expanduser().resolve()
 
 
 @_compat.at_shutdown
 def _finish() -> None:
     """Let what is being written end, and say what could not."""
-    for found in list(_open.values()):
+    for found in list(_open.values()) if os.getpid() == _PROCESS else ():
         try:
             found.wait()
             found.close()
@@ -378,10 +392,11 @@ def _placed(found: Any, like: Any) -> Any:
         return np.asarray(found).astype(like.dtype)[()]
     if isinstance(like, np.ndarray):
         return np.asarray(found)
-    if isinstance(found, jax.Array):
-        return found
     sharding = _sharding(like)
-    return jnp.asarray(found) if sharding is None else jax.device_put(found, sharding)
+    if not isinstance(found, jax.Array):
+        found = jnp.asarray(found) if sharding is None else jax.device_put(found, sharding)
+    is_weak = getattr(like, "weak_type", False)
+    return _compat.weakly_typed(found) if is_weak else found
 
 
 def _written(array: Any) -> Any:

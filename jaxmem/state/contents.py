@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ def contents_of(tree: Any) -> Contents:
     objects = {jax.tree_util.keystr(path): x for path, x in flat if nnx.is_object(x)}
     inner, rebuild_objects = _of_objects(objects)
     named = {jax.tree_util.keystr(path): x for path, x in flat if not nnx.is_object(x)}
+    _check_names([*(jax.tree_util.keystr(path) for path, _ in flat), *inner])
     arrays: dict[str, Any] = {}
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -102,6 +103,16 @@ def contents_of(tree: Any) -> Contents:
     return Contents(arrays, keys, values, rebuild)
 
 
+def _check_names(names: Sequence[str]) -> None:
+    """Keys of a user's own may look the same: one leaf would be written over another."""
+    if len(names) != len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(
+            f"two leaves are called {twice}: their keys differ and look the same. Give them keys "
+            "that do not."
+        )
+
+
 def _of_objects(
     objects: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], None]]:
@@ -117,6 +128,7 @@ def _of_objects(
         changed = jax.tree_util.tree_unflatten(structure, [found[name] for name in names])
         nnx.update(tuple(objects.values()), changed)
 
+    _check_names(names)
     return {name: x for name, (_, x) in zip(names, flat, strict=True)}, rebuild
 
 

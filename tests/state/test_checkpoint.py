@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,69 @@ def test_what_is_saved_may_be_donated_deleted_and_written_over_at_once(tmp_path)
         _ = [jax.device_put(np.full(2**18, -5, np.float32), HOST) for _ in range(4)]
         found = jaxmem.restore(tmp_path, like, step=step)
         jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
+def test_numbers_that_give_way_to_others_still_do(tmp_path):
+    state = {"rate": jnp.asarray(0.5), "count": jnp.asarray(3), "strong": jnp.ones(())}
+    jaxmem.save(tmp_path, state, step=0)
+    for like in (state, jax.eval_shape(lambda: state)):
+        found = jaxmem.restore(tmp_path, like)
+        assert (found["rate"] * jnp.bfloat16(1)).dtype == jnp.bfloat16
+        assert (found["count"] * jnp.int8(1)).dtype == jnp.int8
+        assert (found["strong"] * jnp.bfloat16(1)).dtype == jnp.float32
+        assert not found["rate"].committed
+
+
+class Alike(str):
+    """Keys that differ and look the same."""
+
+    def __repr__(self):
+        return "alike"
+
+
+def test_keys_that_look_the_same_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"two leaves are called \[alike\]"):
+        jaxmem.save(tmp_path / "run", {Alike("a"): np.ones(3), Alike("b"): np.zeros(3)}, step=0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_threads_save_one_after_the_other(tmp_path):
+    def save(number: int) -> int:
+        try:
+            jaxmem.save(tmp_path, {"w": jnp.full(3, float(number))}, step=number).wait()
+        except CheckpointError as error:
+            assert "does not come after" in str(error), error  # A later one was quicker.
+            return -1
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        saved = list(pool.map(save, range(8)))
+    there = sorted(int(path.name) for path in tmp_path.iterdir())
+    assert there == sorted(number for number in saved if number >= 0)
+    assert jaxmem.restore(tmp_path, {"w": jnp.zeros(3)})["w"][0] == there[-1] == 7
+
+
+def test_other_directories_with_numbers_are_left_alone(tmp_path):
+    (tmp_path / "2020").mkdir()
+    (tmp_path / "2020" / "photo").write_text("a cat")
+    with pytest.raises(CheckpointError, match="2020 is no checkpoint of jaxmem"):
+        jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=3000, keep=1)
+    assert (tmp_path / "2020" / "photo").exists()
+
+
+def test_what_was_deleted_by_hand_does_not_count_for_keep(tmp_path):
+    for step in range(3):
+        jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=step, keep=3, wait=True)
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / str(step))
+    for step in (3, 4):
+        jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=step, keep=3, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "3", "4"]
+
+
+def test_a_url_is_no_directory():
+    with pytest.raises(CheckpointError, match="is a URL"):
+        jaxmem.save("gs://bucket/run", {"w": jnp.ones(3)}, step=0)
 
 
 def test_nnx_objects_are_given_their_arrays_in_place(tmp_path):

@@ -1,0 +1,80 @@
+"""How a state is laid out over a mesh: a sharding for each leaf, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+
+@dataclass(frozen=True)
+class ShardedLeaf:
+    """What a leaf costs.
+
+    Attributes:
+        path: where it is in the tree.
+        shape: of the whole array, and ``dtype``.
+        spec: the axes of the mesh that its dimensions are split over.
+        nbytes: bytes of the whole array, and ``device_bytes`` of what each device has of it.
+        on_host: whether that is in pinned host memory.
+        note: why it is whole on each device where that was probably not meant, or "".
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    nbytes: int
+    device_bytes: int
+    on_host: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """How a state is laid out over a mesh; it prints as a table.
+
+    Attributes:
+        shardings: for each leaf of the state its ``NamedSharding``, in the same structure; in place
+            of an NNX object that of ``nnx.state`` of it.
+        leaves: what each leaf costs, in the order of the tree.
+        axes: the axes of the mesh and their sizes.
+    """
+
+    shardings: Any
+    leaves: tuple[ShardedLeaf, ...]
+    axes: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes in the memory of each device."""
+        return sum(leaf.device_bytes for leaf in self.leaves if not leaf.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in pinned host memory for each device."""
+        return sum(leaf.device_bytes for leaf in self.leaves if leaf.on_host)
+
+    @property
+    def replicated(self) -> tuple[ShardedLeaf, ...]:
+        """The leaves that every device has as a whole."""
+        return tuple(leaf for leaf in self.leaves if leaf.device_bytes == leaf.nbytes)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is probably not as it was meant."""
+        return tuple(f"{leaf.path}: {leaf.note}" for leaf in self.leaves if leaf.note)
+
+    def __str__(self) -> str:
+        from jaxmem.show.pages import sharded_page
+        from jaxmem.show.terminal import page_text
+
+        return page_text(sharded_page(self))
+
+    def _repr_html_(self) -> str:
+        from jaxmem.show.html import page_html
+        from jaxmem.show.pages import sharded_page
+
+        return page_html(sharded_page(self))
