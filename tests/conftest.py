@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 import jax
@@ -21,7 +22,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C is tested; a shell that starts tests in the background has them ignore it."""
+    """Ctrl-C is tested; a shell that starts tests in the background has them ignore it.
+
+    Tables are as wide as the terminal: whatever it is, tests have the same one.
+    """
+    os.environ["COLUMNS"] = "100"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
