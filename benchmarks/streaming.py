@@ -35,7 +35,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmem  # before JAX starts its backend: it lets XLA pin more than 64 GB
 
-TX = optax.adam(1e-4)
+ADAM = optax.adam(1e-4)
 
 
 def net(params: dict, x: jax.Array) -> jax.Array:
@@ -47,10 +47,12 @@ def net(params: dict, x: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) ** 2).mean()
 
 
-def step(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
+def step(state: dict, x: jax.Array, *, clip: float = 0.0) -> tuple[dict, jax.Array]:
     loss, grads = jax.value_and_grad(net)(state["params"], x)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    updates, moments = TX.update(grads, state["host"]["moments"])
+    if clip:
+        grads, _ = optax.clip_by_global_norm(clip).update(grads, optax.EmptyState())
+    updates, moments = ADAM.update(grads, state["host"]["moments"])
     master = optax.apply_updates(state["host"]["master"], updates)
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), master)
     return {"params": params, "host": {"master": master, "moments": moments}}, loss
@@ -80,7 +82,7 @@ def state_of(options: argparse.Namespace, where: Any = None) -> dict:
         params[name], master[name] = there(full.astype(jnp.bfloat16)), put(full)
         mu[name], nu[name] = put(jnp.zeros(shape)), put(jnp.zeros(shape))
         jax.block_until_ready((master[name], mu[name], nu[name]))
-    fresh = TX.init({"w": jnp.zeros(())})
+    fresh = ADAM.init({"w": jnp.zeros(())})
     moments = (fresh[0]._replace(mu=mu, nu=nu), *fresh[1:])
     return {"params": params, "host": {"master": master, "moments": moments}}
 
@@ -127,7 +129,7 @@ def peak() -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
-def stock(where: Any) -> Callable:
+def stock(step: Callable, where: Any) -> Callable:
     """One program: the state comes from the host, is updated, and goes back."""
 
     def on_device(leaf: jax.Array) -> jax.Array:
@@ -156,6 +158,7 @@ def main() -> int:
     parser.add_argument("--budget", default=None)
     parser.add_argument("--host", default="state['host']*", help='"*" has parameters there, too')
     parser.add_argument("--stacked", action="store_true", help="one leaf for all layers, scanned")
+    parser.add_argument("--clip", type=float, default=0.0, help="gradients to this global norm")
     parser.add_argument("--only", nargs="*", default=["device", "jaxmem", "stock"])
     parser.add_argument(
         "--peak",
@@ -171,15 +174,16 @@ def main() -> int:
     link = 0.0 if options.peak else link_rate(2**30 if on_gpu else 2**20, where, 5)
     gradients = jax.jit(jax.value_and_grad(net))
     rows = []
-    ways: dict[str, tuple[Callable, Any]] = {"device": (jax.jit(step, donate_argnums=0), None)}
+    clipped = functools.wraps(step)(functools.partial(step, clip=options.clip))
+    ways: dict[str, tuple[Callable, Any]] = {"device": (jax.jit(clipped, donate_argnums=0), None)}
     fitted = functools.partial(
         jaxmem.fit, host=options.host, budget=options.budget, donate_argnums=0
     )
-    ways["jaxmem"] = (fitted(step, target=None if on_gpu else "h200", progress=False), where)
-    alike = jaxmem.fit(step, budget=None, donate_argnums=0, host_budget=0, progress=False)
+    ways["jaxmem"] = (fitted(clipped, target=None if on_gpu else "h200", progress=False), where)
+    alike = jaxmem.fit(clipped, budget=None, donate_argnums=0, host_budget=0, progress=False)
     ways["fitted"] = (alike, None)
     if on_gpu:
-        ways["stock"] = (stock(where), where)
+        ways["stock"] = (stock(clipped, where), where)
     for tokens in (options.tokens,) if options.peak else (options.tokens, options.long):
         x = jax.random.normal(jax.random.key(1), (tokens, options.width)).astype(jnp.bfloat16)
         alone = 0.0

@@ -14,7 +14,7 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import StepInterruptedError
-from jaxmem.runtime import stream, streamed, timeline
+from jaxmem.runtime import room, stream, streamed, timeline
 
 WIDTH, LAYERS, MIB = 512, 3, 2**20
 X = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
@@ -104,7 +104,7 @@ def in_small_buckets(*, python_seconds: float | None = None) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-        patched.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+        patched.setattr(room, "_WINDOW_BYTES", 8 * MIB)
         patched.setattr(streamed, "_WHOLE_SHARE", 1)
         if python_seconds is not None:
             patched.setattr(timeline, "_PYTHON_SECONDS", python_seconds)

@@ -300,6 +300,11 @@ def _streamed(s: Streamed) -> str:
         by_rows = f", {s.by_rows} of them some rows at a time" * (s.by_rows > 0)
         ways.append(f"in {s.updates} pieces ({s.programs} different programs{by_rows})")
     stages = f", gradients in {s.stages} stages" * (s.stages > 1)
+    if s.kept_bytes:
+        stages += (
+            f", {format_bytes(s.kept_bytes)} of gradients wait there too, row by row as they are "
+            "made, because every update needs all of them"
+        )
     return f"these are updated {' and '.join(ways)}{stages}, {copied}{ahead}"
 
 

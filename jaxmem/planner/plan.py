@@ -162,6 +162,7 @@ class Streamed:
         by_rows: how many of the pieces go through their leaves some rows at a time.
         ahead: how many leaves are read by loops that fetch a row one iteration ahead.
         along: how many leaves are updated row by row in the loops that make their gradients.
+        kept_bytes: of gradients that wait in host memory, too, until all of them are made.
     """
 
     stages: int
@@ -173,6 +174,7 @@ class Streamed:
     by_rows: int = 0
     ahead: int = 0
     along: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)

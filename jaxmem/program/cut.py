@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
+from jaxmem.program.keeping import Kept, keep
 from jaxmem.program.lending import lend
-from jaxmem.program.parts import Part, lined_up
+from jaxmem.program.parts import Part, donating, lasting, lined_up
 from jaxmem.program.rowwise import Chunks, rows_at_once, rows_of
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
@@ -37,6 +38,8 @@ class Cut:
         sent: results of the first part that go to the host.
         parts: the others, in order.
         lent: for each input of the first part that is a leaf in host memory, that leaf.
+        written: the step as it was given; in ``program`` stacks of gradients may have buffers.
+        later: for what parts read in the place of such a stack the result that holds it.
     """
 
     program: Program
@@ -44,7 +47,21 @@ class Cut:
     first: Program
     sent: tuple[Value, ...]
     parts: tuple[Part, ...]
+    written: Program
     lent: Mapping[Value, Value] = field(default_factory=dict)
+    later: Mapping[Value, Value] = field(default_factory=dict)
+
+    @functools.cached_property
+    def buffers(self) -> list[tuple[int, Value]]:
+        """The leaves that the step keeps for itself, and the numbers of the results they become."""
+        program, held = self.program, {*self.later.values()}
+        numbered = [n for n, v in self.hosted_results if v in held]
+        return [(n, program.block.inputs[program.places[n]]) for n in numbered]
+
+    def paths_of(self, part: Part) -> list[str]:
+        """The paths of the argument leaves that wait in host memory and ``part`` takes."""
+        leaves = _leaves(self.written, range(len(self.written.arguments)))
+        return [leaves[v] for v in part.leaves if v in leaves]
 
     @property
     def lent_bytes(self) -> int:
@@ -93,6 +110,8 @@ def cut(
     hosted: Iterable[int],
     bucket_bytes: int = 0,
     whole_bytes: float = math.inf,
+    *,
+    keeping: bool = False,
 ) -> Cut:
     """Cut a step so that argument leaves may wait in host memory until they are updated.
 
@@ -103,17 +122,19 @@ def cut(
         bucket_bytes: leaves that are smaller are updated together, up to so many bytes.
         whole_bytes: an update that fetches more goes through its leaves some rows at a time,
             about ``bucket_bytes`` of each, where none of its rows needs others.
+        keeping: stacks of gradients that all updates wait for wait in host memory, too.
 
     Raises:
-        CutError: a leaf does not come back, or an effect needs one that waits.
+        CutError: a leaf does not come back, or an effect needs one that waits; or there is no such
+            stack, or it is not read by rows.
     """
-    return _Cutter(program, frozenset(hosted), bucket_bytes, whole_bytes).cut()
+    return _Cutter(program, frozenset(hosted), bucket_bytes, whole_bytes, keeping).cut()
 
 
-def lasting(program: Program) -> frozenset[Value]:
-    """The inputs of a step that stay the caller's own."""
-    donated = set(program.donated)
-    return frozenset(v for n, v in enumerate(program.block.inputs) if n not in donated)
+def _leaves(program: Program, numbers: Iterable[int]) -> dict[Value, str]:
+    """Argument leaves by their numbers, with their paths."""
+    inputs = program.block.inputs[len(program.consts) :]
+    return {inputs[n]: program.arguments[n].path for n in sorted(numbers)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,19 +165,34 @@ class _Cutter:
         hosted: frozenset[int],
         bucket_bytes: int,
         whole_bytes: float = math.inf,
+        keeping: bool = False,
     ):
-        lent = lend(program, hosted)
-        self.program, self.lent = lent.program, lent.leaves
-        self.bucket_bytes, self.whole_bytes, program = bucket_bytes, whole_bytes, lent.program
+        lent, self.written = lend(program, hosted), program
+        self.bucket_bytes, self.whole_bytes, self.keeping = bucket_bytes, whole_bytes, keeping
+        kept = Kept(lent.program)
+        if keeping:
+            kept = keep(lent.program, _leaves(lent.program, hosted), bucket_bytes + 1)
+            hosted = hosted.union(kept.buffers)
+        self.program, self.lent, self.later = kept.program, lent.leaves, kept.later
+        program = kept.program
         self.hosting = program.hosting(hosted)
         self._check_returned(hosted)
-        block, consts = program.block, len(program.consts)
-        paths = {block.inputs[consts + n]: program.arguments[n].path for n in sorted(hosted)}
-        self.waiting = Waiting(program, paths)
+        block = program.block
+        paths = _leaves(program, hosted) | dict.fromkeys(kept.later, "gradients")
+        self.buffers = {*_leaves(program, kept.buffers)}
+        self.waiting = Waiting(program, paths, kept.totals)
         self.makers = {v: op for op in block.ops for v in op.outputs}
         self.at = {op: n for n, op in enumerate(block.ops)}
         self.resident = {v: n for n, v in enumerate(block.inputs) if v not in paths}
         self.crossing = Crossing(self.makers, self.resident)
+
+    def _check_kept(self, parts: Iterable[Part]) -> None:
+        """What holds gradients is written and read by rows: there may be no room for all of it."""
+        if not self.later:
+            raise CutError(f"{self.program.name}: no stack of gradients decides about all updates.")
+        away = {*self.buffers, *self.later}
+        if any(away.intersection(part.reads) and not part.chunks for part in parts):
+            raise CutError(f"{self.program.name}: a row of an update needs all gradients.")
 
     def _check_returned(self, hosted: frozenset[int]) -> None:
         program = self.program
@@ -192,7 +228,11 @@ class _Cutter:
             lasting=lasting(self.program),
         )
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
-        return Cut(self.program, self.hosting, first, sent, parts, self.lent)
+        if self.keeping:
+            self._check_kept(parts)
+        return Cut(
+            self.program, self.hosting, first, sent, parts, self.written, self.lent, self.later
+        )
 
     def _part(self, number: int, pieces: Sequence[_Piece], hosted: Collection[Value]) -> Part:
         piece = pieces[number]
@@ -251,7 +291,7 @@ class _Cutter:
         From the last to the first: what is joined, and of which leaves, follows from what is read.
         """
         waiting = self.waiting
-        own = [v for v in results if not waiting.is_joint(v)]
+        own = [v for v in results if not waiting.is_joint(v) and not self._is_held(v)]
         closing = [v for v in results if waiting.is_joint(v)]
         pieces = list(self._of_leaves(own))
         wanted = self._joints_of(pieces)
@@ -259,7 +299,7 @@ class _Cutter:
             # What no leaf reads can be joined at the end, of what its last piece gives.
             early, closing = wanted.intersection(closing), [v for v in closing if v not in wanted]
             joint = [self._piece(closing, None)] if closing else []
-            given = [v for piece in joint for v in piece.inputs if waiting.is_given(v)]
+            given = [v for piece in joint for v in piece.inputs if self._is_given(v)]
             pieces = [*self._of_leaves(dict.fromkeys([*own, *given])), *joint]
             wanted = early | (self._joints_of(pieces) - set(closing))
             if not self._joints_of(pieces[: len(pieces) - len(joint)]).intersection(closing):
@@ -269,10 +309,26 @@ class _Cutter:
             wave = max(waiting[v].wave for v in wanted)
             now = {v for v in wanted if waiting[v].wave == wave}
             joined = self._piece([v for v in self.makers if v in now], None)
-            before = list(self._of_leaves(v for v in joined.inputs if waiting.is_given(v)))
+            before = list(self._of_leaves(v for v in joined.inputs if self._is_given(v)))
             pieces = [*before, joined, *pieces]
             wanted = wanted - now | self._joints_of([*before, joined])
-        return pieces
+        return [*self._holding(results, pieces), *pieces]
+
+    def _holding(self, results: Sequence[Value], pieces: Sequence[_Piece]) -> list[_Piece]:
+        """What writes gradients to their buffers, once, with what all others need of them."""
+        needed = dict.fromkeys([*results, *(v for piece in pieces for v in piece.inputs)])
+        groups: dict[Value | None, list[Value]] = {}
+        for v in needed:
+            if self._is_held(v):
+                groups.setdefault(self.waiting[v].leaf, []).append(v)
+        return [self._piece(wanted, leaf) for leaf, wanted in groups.items()]
+
+    def _is_given(self, value: Value) -> bool:
+        return self.waiting.is_given(value) and not self._is_held(value)
+
+    def _is_held(self, value: Value) -> bool:
+        """Whether ``value`` is made of gradients on their way to a buffer."""
+        return self.waiting.is_given(value) and self.waiting[value].leaf in self.buffers
 
     def _joints_of(self, pieces: Iterable[_Piece]) -> set[Value]:
         return {v for piece in pieces for v in piece.inputs if self.waiting.is_joint(v)}
@@ -376,28 +432,3 @@ class _Cutter:
             shardings=tuple(layouts[n] for n in positions if n >= consts),
         )
         return donating(whole, {v for piece in pieces for v in piece.inputs})
-
-
-def donating(first: Program, later: Collection[Value]) -> Program:
-    """A first part that donates what is its to give: what it has a place for, read by none later.
-
-    Args:
-        first: the part, with arguments marked that the step may give away.
-        later: what the other parts read.
-    """
-    consts = len(first.consts)
-    inputs = first.block.inputs[consts:]
-    free = replace(
-        first,
-        arguments=tuple(
-            replace(leaf, donated=leaf.donated and v not in later)
-            for leaf, v in zip(first.arguments, inputs, strict=True)
-        ),
-    )
-    taken = set(free.places.values())
-    return replace(
-        free,
-        arguments=tuple(
-            replace(leaf, donated=consts + n in taken) for n, leaf in enumerate(free.arguments)
-        ),
-    )

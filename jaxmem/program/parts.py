@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.program.ir import Atom, Block, Value, fetched_in, kind_of_array
+from jaxmem.program.ir import Atom, Block, Program, Value, fetched_in, kind_of_array
 from jaxmem.program.rowwise import Chunks
 
 
@@ -77,8 +77,8 @@ class Part:
         rows = sum(fetched_in(op) for op in self.block.ops) if looped else 0
         if inside and inside.beside:
             # A row that the loop and the update read comes once.
-            called = inside.beside.called.items()
-            rows -= sum(v.nbytes for v, leaf in called if leaf in inside.rows.leaves)
+            both = set(inside.rows.leaves) - inside.rows.unread
+            rows -= sum(v.nbytes for v, leaf in inside.beside.called.items() if leaf in both)
         return self.fetched_bytes + more[0] + rows, self.sent_bytes + more[1]
 
 
@@ -126,3 +126,34 @@ def _taken(
             free[kind] -= 1
             taken.append(position)
     return tuple(taken)
+
+
+def lasting(program: Program) -> frozenset[Value]:
+    """The inputs of a step that stay the caller's own."""
+    donated = set(program.donated)
+    return frozenset(v for n, v in enumerate(program.block.inputs) if n not in donated)
+
+
+def donating(first: Program, later: Collection[Value]) -> Program:
+    """A first part that donates what is its to give: what it has a place for, read by none later.
+
+    Args:
+        first: the part, with arguments marked that the step may give away.
+        later: what the other parts read.
+    """
+    consts = len(first.consts)
+    inputs = first.block.inputs[consts:]
+    free = replace(
+        first,
+        arguments=tuple(
+            replace(leaf, donated=leaf.donated and v not in later)
+            for leaf, v in zip(first.arguments, inputs, strict=True)
+        ),
+    )
+    taken = set(free.places.values())
+    return replace(
+        free,
+        arguments=tuple(
+            replace(leaf, donated=consts + n in taken) for n, leaf in enumerate(free.arguments)
+        ),
+    )

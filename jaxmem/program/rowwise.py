@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend import core as jex
+
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value, kind_of_array
 from jaxmem.program.primitives import may_repeat
 from jaxmem.program.rowrules import AcrossRowsError, along, resized
@@ -46,6 +48,12 @@ class Rows:
         """The results that are made in rows."""
         found = (v for v in self.outputs if isinstance(v, Value) and v in self.axes)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def unread(self) -> frozenset[Value]:
+        """Leaves that are only written: no row of a result needs what is there."""
+        read = {v for op in self.each for v in _taken_by(op)}
+        return frozenset(v for v in self.leaves if v not in read)
 
     def row_bytes(self) -> int:
         """Bytes of one row of all leaves."""
@@ -120,7 +128,9 @@ class Chunks:
     @property
     def fetched_bytes(self) -> int:
         """Bytes that come from the host."""
-        return sum(v.nbytes for v in self.rows.leaves)
+        # An update after the loop fetches all leaves: one is read while another is written.
+        left = self.rows.unread if self.beside else ()
+        return sum(v.nbytes for v in self.rows.leaves if v not in left)
 
     @property
     def sent_bytes(self) -> int:
@@ -145,6 +155,15 @@ class Chunks:
                     free.remove(argument)
                     break
         return found
+
+
+def _taken_by(op: Op) -> Sequence[Value]:
+    """What ``op`` reads; of a choice that is made already, what is chosen."""
+    which = op.inputs[0] if op.inputs else None
+    if op.eqn.primitive.name == "select_n" and isinstance(which, jex.Literal):
+        chosen = op.inputs[1 + int(which.val)]
+        return [chosen] if isinstance(chosen, Value) else []
+    return op.values
 
 
 def rows_at_once(rows: Rows, nbytes: int) -> int:

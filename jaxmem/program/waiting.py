@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxmem.errors import CutError
@@ -35,13 +36,16 @@ class Waiting:
     Args:
         program: the step.
         hosted: the inputs that wait, and their paths.
+        totals: small values that are joints even where they need one leaf only.
 
     Raises:
         CutError: an effect, or an operation that talks to other devices, needs one of them.
     """
 
-    def __init__(self, program: Program, hosted: dict[Value, str]):
-        self.program, self.hosted = program, hosted
+    def __init__(
+        self, program: Program, hosted: dict[Value, str], totals: Set[Value] = frozenset()
+    ):
+        self.program, self.hosted, self.totals = program, hosted, totals
         self._parent: dict[Value, Value] = {leaf: leaf for leaf in hosted}
         self._needs: dict[Value, Need] = {}
         while self._meets():
@@ -80,7 +84,8 @@ class Waiting:
             if len(leaves) > 1 and any(v.nbytes > SMALL_BYTES for v in given):
                 self._parent.update(dict.fromkeys(leaves[1:], leaves[0]))
                 return True
-            if len(leaves) > 1 or (given and len(given) < len(read) and not large):
+            total = bool(given) and not self.totals.isdisjoint(op.outputs)
+            if len(leaves) > 1 or total or (given and len(given) < len(read) and not large):
                 # Small values of leaves are joined, to each other or to what was joined before.
                 wave = max(needs[v].wave + (needs[v].leaf is not None) for v in read)
                 found = Need(None, wave)

@@ -95,10 +95,14 @@ class Turn:
 def turn_of(part: Part) -> Turn:
     """The two parts of each turn of a loop with updates beside it."""
     found = _Joined(part)
-    row = {v: v.nbytes // found.loop.length for v in (*found.written, *found.read)}
-    early, late = (sum(row[v] for v in leaves) for leaves in (found.early, found.late))
-    read = sum(row[v] for v in found.read)
-    return Turn(found.middle.share, (max(early, late + read), max(early, late)))
+
+    def row_bytes(leaves: Sequence[Value]) -> int:
+        return sum(v.nbytes for v in leaves) // found.loop.length
+
+    early, late = row_bytes(found.early), row_bytes(found.late)
+    coming = [row_bytes(found.fetched(leaves)) for leaves in (found.early, found.late)]
+    read = row_bytes(found.read)
+    return Turn(found.middle.share, (max(early, coming[1] + read), max(late, coming[0])))
 
 
 class _Joined:
@@ -107,6 +111,7 @@ class _Joined:
     Attributes:
         written: for each leaf the result that is written in its place, and ``read`` what is only
             read: other leaves, and arrays of which the loop alone reads rows.
+        unread: those of the leaves that neither the loop nor the update reads.
         early: leaves that are written in the first part of a turn, ``late`` those in the second.
         filled: results on the device that are made in rows, of the update or stacked by the loop.
         under: for some of them the argument whose buffer is written over.
@@ -124,6 +129,7 @@ class _Joined:
         hosted = [v for v in (*self.rows.leaves, *ahead) if isinstance(v, Value)]
         self.read = tuple(v for v in dict.fromkeys(hosted) if v not in self.written)
         self.early, self.late = _halves(list(self.written))
+        self.unread = self.rows.unread.difference(hosted[len(self.rows.leaves) :])
         made = set(self.beside.made)
         stacked = self.op.outputs[self.loop.num_carry :]
         self.stacked = {n: v for n, v in enumerate(stacked) if v in part.block.outputs}
@@ -141,6 +147,10 @@ class _Joined:
     def _of(self, atom: Atom) -> Atom:
         return self.beside.called.get(atom, atom) if isinstance(atom, Value) else atom
 
+    def fetched(self, leaves: Sequence[Value]) -> list[Value]:
+        """Those of the leaves of which rows are read."""
+        return [v for v in leaves if v not in self.unread]
+
     def run(self, *args: Any) -> list[Any]:
         env: dict[Value, Any] = dict(zip(self.part.block.inputs, args, strict=True))
         made = as_function(self.before)(*(env[self._named(v)] for v in self.before.inputs))
@@ -150,7 +160,7 @@ class _Joined:
         env.update((v, a) for v, a in zip(once.outputs, made, strict=True) if _is_value(v))
         start = self.op.inputs[self.loop.num_consts : self.first]
         stacks = {v: jax.device_put(env[v], jax.memory.Space.Host) for v in self.written}
-        now = {v: self._fetch(env[v], 0) for v in (*self.read, *self.written)}
+        now = {v: self._fetch(env[v], 0) for v in (*self.read, *self.fetched([*self.written]))}
         state = _State(
             carry=[self._get(env, a) for a in start],
             now=now,
@@ -188,16 +198,18 @@ class _Joined:
 
         for v in self.early if state.done else ():
             write(v, state.done[v])
-        for v in (*self.read, *self.late):
+        late, early = self.fetched(self.late), self.fetched(self.early)
+        for v in (*self.read, *late):
             fetched[v] = self._fetch(stacks.get(v, env.get(v)), following)
 
         def in_the_middle(computed: Any) -> None:
             done = [state.done[v] for v in self.late if state.done]
-            rows, done = lax.optimization_barrier(([fetched[v] for v in self.late], done))
-            fetched.update(zip(self.late, rows, strict=True))
-            for v, row, old in zip(self.late, done, rows, strict=False):
-                write(v, row if computed is None else _after(computed, row, old))
-            for v in self.early:
+            rows, done = lax.optimization_barrier(([fetched[v] for v in late], done))
+            fetched.update(zip(late, rows, strict=True))
+            for v, row in zip(self.late, done, strict=False):
+                other = fetched[v] if v in fetched else jnp.zeros_like(row)
+                write(v, row if computed is None else _after(computed, row, other))
+            for v in early:
                 fetched[v] = self._fetch(stacks[v], following)
 
         carry, done, here = self._compute(env, following - 1, state, in_the_middle)
@@ -291,6 +303,8 @@ class _Joined:
         for known in (now, own, made):
             if value in known:
                 return known[value]
+        if value in self.unread:
+            return jnp.zeros((1, *value.aval.shape[1:]), value.aval.dtype)
         return rows_of(env[value], self.rows.axes[value], place, 1)
 
     def _get(self, env: dict[Value, Any], atom: Atom) -> Any:

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.program.crossing import Crossing
-from jaxmem.program.cut import Cut, donating, lasting
+from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
 from jaxmem.program.joining import joined
-from jaxmem.program.parts import Part, lined_up
+from jaxmem.program.parts import Part, donating, lasting, lined_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ def ready_at(cut: Cut, block: Block) -> list[int]:
     found: list[int] = []
     last = {v: n + 1 for n, op in enumerate(block.ops) for v in op.values if v in cut.lent}
     for part in cut.parts:
-        ready = max([at.get(v, 0) for v in part.reads], default=0)
+        ready = max([at.get(cut.later.get(v, v), 0) for v in part.reads], default=0)
         if part.chunks:
             # It writes over its leaves: everything that is lent them comes before.
             homes = set(part.chunks.homes.values())

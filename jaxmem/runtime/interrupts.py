@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxmem.errors import StepInterruptedError
 
 # By then the call has returned and its result has a name.
 _AFTERWARDS_SECONDS = 0.1
@@ -38,3 +41,22 @@ def undisturbed() -> Iterator[None]:
             timer = threading.Timer(_AFTERWARDS_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
             timer.daemon = True
             timer.start()
+
+
+def interrupted(
+    where: str, error: Exception, resume: Callable[[], list[Any]]
+) -> StepInterruptedError:
+    """What a caller is told of a step that failed half way, with the way to go on."""
+    lacking = "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError)
+    room = "Make room (jaxmem doctor says how much host memory may be pinned), then "
+    return StepInterruptedError(
+        f"{where} failed twice: {first_line(error)}\n"
+        f"  The state that was given is used up in part. {room if lacking else 'Mend that, then '}"
+        "error.resume() runs what is left and returns the results of the step.",
+        resume=resume,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, on one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"

@@ -21,8 +21,9 @@ from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Value, in_host_memory
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
+from jaxmem.runtime.buffers import Buffers
 from jaxmem.runtime.copies import Copier, Send, delete
-from jaxmem.runtime.interrupts import undisturbed
+from jaxmem.runtime.interrupts import first_line, interrupted, undisturbed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.timeline import STAGES_AHEAD, STAGES_QUEUED
 from jaxmem.targets.compiling import compile_for
@@ -74,7 +75,7 @@ class Stream:
         Raises:
             StepInterruptedError: a part failed twice, after others had changed their leaves.
         """
-        run = _Run(self, ready)
+        run = _Run(self, [*ready, *self.buffers.taken()])
         with undisturbed():
             run.begin()
             return _finish(run)
@@ -89,6 +90,11 @@ class Stream:
         pairs = zip(self.items, parts, strict=True)
         items = tuple(replace(item, run=part.executable) for item, part in pairs)
         return replace(self, first=local.executable, items=items)
+
+    @functools.cached_property
+    def buffers(self) -> Buffers:
+        """What holds stacks of gradients from the loop that makes them to their updates."""
+        return Buffers(self.cut, self.homes)
 
     @functools.cached_property
     def homes(self) -> dict[Value, Any]:
@@ -161,7 +167,7 @@ def _finish(run: _Run) -> list[Any]:
             run.settle()
             raise _interrupted(run, again) from again
         warnings.warn(
-            f"{where} failed, and worked with nothing else under way: {_first_line(error)}",
+            f"{where} failed, and worked with nothing else under way: {first_line(error)}",
             stacklevel=2,
         )
     with contextlib.suppress(Exception):
@@ -177,18 +183,7 @@ def _interrupted(run: _Run, error: Exception) -> StepInterruptedError:
         with undisturbed():
             return _finish(run)
 
-    lacking = "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError)
-    room = "Make room (jaxmem doctor says how much host memory may be pinned), then "
-    return StepInterruptedError(
-        f"{run.where()} failed twice: {_first_line(error)}\n"
-        f"  The state that was given is used up in part. {room if lacking else 'Mend that, then '}"
-        "error.resume() runs what is left and returns the results of the step.",
-        resume=resume,
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return interrupted(run.where(), error, resume)
 
 
 class _Run:
@@ -210,9 +205,9 @@ class _Run:
         block, hosting = self.cut.program.block, self.cut.hosting
         self.on_host: dict[Value, Any] = {}
         self.env: dict[Value, Any] = {}
-        # The inputs that are lent come last; they are the leaves themselves.
-        given = block.inputs[: len(block.inputs) - len(self.cut.lent)]
-        for n, (value, array) in enumerate(zip(given, ready, strict=True)):
+        # The inputs that are lent are the leaves themselves.
+        given = [(n, v) for n, v in enumerate(block.inputs) if v not in self.cut.lent]
+        for (n, value), array in zip(given, ready, strict=True):
             (self.on_host if n in hosting.inputs else self.env)[value] = array
         self.on_host.update((v, self.on_host[leaf]) for v, leaf in self.cut.lent.items())
         (device,) = next(iter(self.on_host.values())).devices()
@@ -251,10 +246,9 @@ class _Run:
         program, items = self.cut.program, self.stream.items
         if self.at >= len(items):
             return f"the last copy to the host of {program.name}"
-        part, first = items[self.at].part, len(program.consts)
-        paths = [program.arguments[program.block.inputs.index(v) - first].path for v in part.leaves]
-        update = paths and not part.stage
-        what = f"the update of {paths[0]}" if update else "a stage of the gradients"
+        part = items[self.at].part
+        paths = () if part.stage else self.cut.paths_of(part)
+        what = f"the update of {paths[0]}" if paths else "a stage of the gradients"
         return f"{what} (part {self.at + 1} of {len(items)} of {program.name})"
 
     def go_on(self, *, alone: bool = False) -> None:
@@ -294,7 +288,7 @@ class _Run:
         part = item.part
         if self.at in self.done:
             return  # What came after it failed.
-        arrays = [self.here[self.at, v] if v in self.on_host else self.env[v] for v in part.reads]
+        arrays = [self._given(v) for v in part.reads]
         while part.stage and len(self.queued) >= STAGES_QUEUED:
             jax.block_until_ready(self.queued.popleft())
         self.copier.mark()
@@ -311,6 +305,12 @@ class _Run:
             jax.block_until_ready(outputs)
         elif part.stage:
             self.queued.append(self.copier.end())
+
+    def _given(self, value: Value) -> Any:
+        """What the item that is run is given; gradients are where they were written to."""
+        if value in self.cut.later:
+            return self.back[self.cut.later[value]]
+        return self.here[self.at, value] if value in self.on_host else self.env[value]
 
     def _fetch_for_stage(self) -> None:
         """Before a stage starts, fetch what is updated after it, and what the next stages read.
@@ -353,7 +353,8 @@ class _Run:
     def _fetch(self) -> None:
         number, part = self.fetched, self.stream.items[self.fetched].part
         leaves = part.fetched
-        self.here.update(((number, v), self.on_host[v]) for v in part.leaves if v not in leaves)
+        own = [v for v in part.leaves if v not in leaves and v in self.on_host]
+        self.here.update(((number, v), self.on_host[v]) for v in own)
         if leaves:
             on_host = [self.on_host[v] for v in leaves]
             places = [array.sharding.with_memory_kind("device") for array in on_host]
@@ -434,7 +435,7 @@ class _Run:
                 array = jax.device_put(array, array.sharding, may_alias=False)
             found.append(array)
             seen.add(id(array))
-        return found
+        return self.stream.buffers.split_off(found)
 
     def _result(self, number: int, atom: Any) -> Any:
         if number not in self.cut.hosting.results:

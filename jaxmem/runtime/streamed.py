@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from jaxmem.errors import (
     ArgumentError,
-    BudgetError,
     BudgetInfeasibleError,
     CutError,
 )
@@ -19,9 +18,17 @@ from jaxmem.program.parts import Part
 from jaxmem.runtime import following, guard, rounds
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import host_limit, host_memory
-from jaxmem.runtime.parts import Need, compile_parts
+from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.room import (
+    LENT_SHARE,
+    check_fits,
+    check_host,
+    check_stages,
+    host_bytes,
+    too_large,
+    window,
+)
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
 from jaxmem.runtime.streamplan import outcome_of
 from jaxmem.runtime.tries import Outcome
@@ -31,16 +38,12 @@ from jaxmem.units import format_budget, format_bytes
 # What is fetched together: in 48 MiB at a time an H200's link gave 47.7 GB/s each way, in 192 MiB
 # 48.5, in 768 MiB 46.2 and in 12 MiB 29. Of small budgets, this share.
 _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
-# So many of the largest are under way at a time: one on its way to the device, one being updated
-# and two on their way back keep both directions busy; or so many bytes, if that is more.
-_WINDOW, _WINDOW_BYTES = 4, 2**30
 # An update that fetches more, or this share of the budget, goes through its leaves by rows.
 _WHOLE_BYTES, _WHOLE_SHARE = 2 * 2**30, 16
-# What is lent to the gradients may take so much of the budget while they are planned, for the
-# leaves of two stages: those of one that runs, and of the next.
-_LENT_SHARE = 4
 # How often they are planned again where their stages turn out to take more.
 _ROUNDS = 4
+# How much larger budgets are that are tried where it is not known what is lacking.
+_MORE_SHARE = 8
 
 
 def fit(
@@ -80,9 +83,10 @@ def fit(
     whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
     given = compiler_of, target, budget_bytes, report
     told = asked.plan.streamed if asked.plan else None
-    joined = _joined(program, asked, target, bucket)
+    kept = told is not None and told.kept_bytes > 0
+    joined = _joined(program, asked, target, bucket, keeping=kept)
     first = joined is not None and (told is not None or gains(joined, target, budget_bytes))
-    against = "not with this jaxlib" if told is not None and told.along else ""
+    against = "not with this jaxlib" if told is not None and (told.along or kept) else ""
     if joined is not None and first:
         try:
             return _along(joined, asked, *given)
@@ -94,16 +98,79 @@ def fit(
     try:
         return _apart(*_by_rows(program, asked, target, bucket, whole), *given)
     except BudgetInfeasibleError as error:
-        if joined is None or first:
-            raise
+        # Ways that take less of the device, and more time.
+        ways = [joined] if joined is not None and not first else []
+        if told is None and (keeping := _joined(program, asked, target, bucket, keeping=True)):
+            ways.append(keeping)
+        return _in_loops(ways, asked, *given, error)
+
+
+def _in_loops(
+    ways: Sequence[Cut],
+    asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+    error: BudgetInfeasibleError,
+) -> Outcome:
+    """The first of these ways that fits, with updates, or gradients sent away, in the loops.
+
+    Raises:
+        BudgetInfeasibleError: none does; ``error``, or one that names a smaller budget.
+    """
+    smallest = error.smallest_bytes
+    for way in ways:
         try:
-            return _along(joined, asked, *given)
-        except _NotAlongError:
-            raise error from None
+            return _along(way, asked, compiler_of, target, budget_bytes, report)
+        except _NotAlongError as against:
+            smallest = _smaller(smallest, against, way, asked, compiler_of, target, report)
+        except BudgetError as against:
+            error.add_note(f"With gradients in host memory as well: {against}")
+    if smallest == error.smallest_bytes:
+        raise error
+    raise BudgetInfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)}: beside the arguments that host= names "
+        f"{ways[0].program.name} takes {format_bytes(smallest)}, with updates in the loops that "
+        f'make their gradients.\n  Use budget="{format_budget(smallest)}".',
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        holders=error.holders,
+    ) from error
 
 
 class _NotAlongError(Exception):
-    """Updates cannot go along with the loops that make their gradients; the text says why."""
+    """Updates cannot go along with the loops that make their gradients; the text says why.
+
+    Attributes:
+        smallest_bytes: a budget in which they might; 0 if that is not known.
+    """
+
+    def __init__(self, why: str, smallest_bytes: int = 0):
+        super().__init__(why)
+        self.smallest_bytes = smallest_bytes
+
+
+def _smaller(
+    smallest: int,
+    against: _NotAlongError,
+    way: Cut,
+    asked: Asked,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    report: Report,
+) -> int:
+    """The smaller of two budgets, where updates that go along with loops do fit the second."""
+    tried = 0
+    while tried < against.smallest_bytes < smallest:
+        tried = against.smallest_bytes
+        try:
+            _along(way, asked, compiler_of, target, tried, report)
+        except _NotAlongError as error:
+            against = error
+        else:
+            return tried
+    return smallest
 
 
 def _by_rows(
@@ -128,7 +195,7 @@ def _apart(
     report: Report,
 ) -> Outcome:
     """The step with updates that come after the loops that make their gradients."""
-    _check_host(pieces, asked, target)
+    check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
     if pieces.lent:
         first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
@@ -136,9 +203,9 @@ def _apart(
         first = _with_updates(pieces, asked, compiler, target, budget_bytes, report)
         report(f"compiling {len(pieces.parts)} updates")
         options = dict(first.plan.options)
-        most = _window(pieces)
+        most = window(pieces)
         plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
-        _check_fits(pieces, plain.memory, budget_bytes, target, first)
+        check_fits(pieces, plain.memory, budget_bytes, target, first)
         found = in_stages(plain, first.block, target, budget_bytes, options)
     return _outcome(first, pieces, found, budget_bytes, target, asked)
 
@@ -157,14 +224,23 @@ def _outcome(
     )
 
 
-def _joined(program: Program, asked: Asked, target: Target, bucket_bytes: int) -> Cut | None:
+def _joined(
+    program: Program, asked: Asked, target: Target, bucket_bytes: int, *, keeping: bool = False
+) -> Cut | None:
     """The step cut so that updates may go along with the loops that make their gradients.
 
-    ``None`` where none can, or a plan that is followed does not say so.
+    ``None`` where none can, or a plan that is followed does not say so; ``keeping``: stacks of
+    gradients that all updates wait for go to host memory in these loops, and back afterwards.
     """
-    if asked.plan and asked.plan.streamed and not asked.plan.streamed.along:
+    told = asked.plan.streamed if asked.plan else None
+    if told is not None and not told.along and not told.kept_bytes:
         return None
-    pieces = cut(program, asked.hosted, bucket_bytes, bucket_bytes)
+    try:
+        pieces = cut(program, asked.hosted, bucket_bytes, bucket_bytes, keeping=keeping)
+    except CutError:
+        if keeping:
+            return None
+        raise
     first = pieces.first.block
     if not joinable(first, first.outputs, pieces.parts) or pieces.sent:
         return None
@@ -188,15 +264,16 @@ def _along(
     Raises:
         _NotAlongError: it does not fit so, or XLA would copy leaves.
     """
-    _check_host(pieces, asked, target)
+    check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
     loops = joinable(pieces.first.block, pieces.first.block.outputs, pieces.parts)
     stacks = [v for made in loops.values() for v in made]
-    less = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks)
+    less, smallest = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks), 0
     for _ in range(_ROUNDS):
         try:
             first = _first(pieces, asked, compiler, budget_bytes, report, less)
-        except BudgetInfeasibleError:
+        except BudgetInfeasibleError as error:
+            smallest = error.smallest_bytes
             break
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
@@ -205,10 +282,12 @@ def _along(
             raise _NotAlongError("XLA would copy leaves in host memory")
         if found is not None:
             return _outcome(first, pieces, found, budget_bytes, target, asked)
+        # Loops that had to be split to fit take no updates along: with more room they may.
+        smallest = budget_bytes + (lacking or budget_bytes // _MORE_SHARE)
         if not lacking or asked.plan is not None:
             break
         less += lacking
-    raise _NotAlongError("in them they do not fit the budget")
+    raise _NotAlongError("in them they do not fit the budget", smallest)
 
 
 def _against_rows(parts: Sequence[Part], target: Target) -> str:
@@ -234,7 +313,7 @@ def _lent(
     Stages hand over what one program would not hold at once. Where they take more than there is,
     the gradients are planned with that much less.
     """
-    _check_stages(pieces)
+    check_stages(pieces)
     less, left, against = 0, _ROUNDS, ""
     while True:
         first = _first(pieces, asked, compiler, budget_bytes, report, less)
@@ -251,7 +330,7 @@ def _lent(
             return replace(first, plan=_told(first.plan, against)), found
         left -= 1
         if not left or not lacking or asked.plan is not None:
-            raise _too_large(pieces, budget_bytes, target, first, lacking)
+            raise too_large(pieces, budget_bytes, target, first, lacking)
         less += lacking
 
 
@@ -287,7 +366,7 @@ def _first(
     """
     more = -less
     if pieces.lent:
-        more += pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // _LENT_SHARE)
+        more += pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // LENT_SHARE)
     try:
         if asked.plan is None:
             found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
@@ -299,7 +378,7 @@ def _first(
             raise
         # Of a larger budget what is lent may take more, too.
         beside = error.smallest_bytes - pieces.lent_bytes + less
-        smallest = min(beside * _LENT_SHARE // (_LENT_SHARE - 1) + 1, error.smallest_bytes + less)
+        smallest = min(beside * LENT_SHARE // (LENT_SHARE - 1) + 1, error.smallest_bytes + less)
         raise BudgetInfeasibleError(
             f"no plan fits budget={format_bytes(budget_bytes)}: beside the arguments that host= "
             f"names {pieces.program.name} takes {format_bytes(smallest)}, as far as was found.\n"
@@ -331,7 +410,7 @@ def _with_updates(
         if not kept:
             raise
         smallest, solution = min(kept, key=lambda found: found[0])
-        compiled, most = compiler.compile(solution), _window(pieces)
+        compiled, most = compiler.compile(solution), window(pieces)
         plain = in_one(pieces, compiler.block(solution), compiled, target, smallest, most)
         needed = max((need.least_bytes for need in plain.memory), default=0)
         if needed <= error.smallest_bytes:
@@ -344,107 +423,3 @@ def _with_updates(
             smallest_bytes=needed,
             holders=error.holders,
         ) from error
-
-
-def _check_stages(pieces: Cut) -> None:
-    """Check that what reads lent leaves may run in stages.
-
-    Raises:
-        CutError: it may not.
-    """
-    first, consts = next(iter(pieces.lent.values())), len(pieces.program.consts)
-    path = pieces.program.arguments[pieces.program.block.inputs.index(first) - consts].path
-    if pieces.sent:
-        number = next(n for n, v in pieces.hosted_results if v in pieces.sent)
-        raise CutError(
-            f"{pieces.program.name} cannot keep {path} in host memory beside "
-            f"{pieces.program.results[number].path}: that result needs nothing of what waits "
-            "there, and would be on the device until the end. Leave its argument out of host=."
-        )
-    effect = next((op for op in pieces.first.block.ops if op.eqn.effects), None)
-    if effect is not None:
-        raise CutError(
-            f"{pieces.program.name} cannot keep {path} in host memory: it is read by what computes "
-            f"the gradients, which would run in stages, and {effect.name} has an effect. Leave "
-            "that leaf out of host=, or the effect."
-        )
-
-
-def _too_large(
-    pieces: Cut, budget_bytes: int, target: Target, first: Outcome, lacking: int
-) -> BudgetInfeasibleError:
-    largest = max(pieces.lent, key=lambda v: v.nbytes)
-    number = pieces.program.block.inputs.index(largest) - len(pieces.program.consts)
-    smallest = budget_bytes + (lacking or budget_bytes // _LENT_SHARE + largest.nbytes)
-    return BudgetInfeasibleError(
-        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: no number of stages "
-        f"leaves room for the arguments that each reads. The largest of them is "
-        f"{pieces.program.arguments[number].path} ({format_bytes(largest.nbytes)}), and one array "
-        f"is fetched at once.\n"
-        f'  Try budget="{format_budget(smallest)}", or name fewer arguments in host=.',
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        holders=first.plan.holders,
-    )
-
-
-def _window(pieces: Cut) -> int:
-    """Device memory that copies may take where there is more than enough."""
-    largest = max((part.fetched_bytes for part in pieces.parts), default=0)
-    return max(_WINDOW * largest, _WINDOW_BYTES)
-
-
-def _check_host(pieces: Cut, asked: Asked, target: Target) -> None:
-    """Check that what waits fits host memory, with what is copied back before the old is given up.
-
-    Raises:
-        BudgetError: it does not.
-    """
-    nbytes = host_bytes(pieces)
-    allowed = host_memory(target, asked.host_bytes)
-    if nbytes > allowed:
-        raise BudgetError(
-            f"{pieces.program.name} would keep {format_bytes(nbytes)} in host memory, and there "
-            f"are {format_bytes(allowed)} for each device of {target.name}. Name fewer arguments "
-            f"in host=, or {_more_host(nbytes, target)}."
-        )
-
-
-def _more_host(nbytes: int, target: Target) -> str:
-    """How to allow so much host memory: there may be more than is taken unless it is asked for."""
-    if nbytes <= host_limit(target):
-        return "allow more with host_budget="
-    needed = -(-nbytes // 2**30) * 2**30 * target.devices_per_host
-    if min(target.host_bytes, needed) == needed:
-        return f"plan for one whose processes may pin more: pinned_host_bytes={needed}"
-    return "plan for one with more host memory"
-
-
-def host_bytes(pieces: Cut) -> int:
-    """Host memory of a step: the leaves, and room to write new ones before the old are given up."""
-    hosted = pieces.program.host_bytes(pieces.hosting)
-    return hosted + min(hosted, _window(pieces))
-
-
-def _check_fits(
-    pieces: Cut, memory: Sequence[Need], budget_bytes: int, target: Target, first: Outcome
-) -> None:
-    largest = max(memory, key=lambda need: need.least_bytes, default=None)
-    if largest is None or largest.least_bytes <= budget_bytes:
-        return
-    part = pieces.parts[memory.index(largest)]
-    program = pieces.program
-    leaf = program.block.inputs.index(part.leaves[0]) - len(program.consts) if part.leaves else 0
-    count = len(part.leaves)
-    together = f" and {count - 1} more at once" if count > 1 else ""
-    smallest = largest.least_bytes
-    raise BudgetInfeasibleError(
-        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: updating "
-        f"{program.arguments[leaf].path}{together} takes {format_bytes(largest.way_bytes)} beside "
-        f"{format_bytes(largest.beside_bytes)} of parameters, gradients and temporaries.\n"
-        f'  Use budget="{format_budget(smallest)}", or smaller leaves: an array whose '
-        "rows need each other, or what meets in one operation, is fetched at once.",
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        holders=first.plan.holders,
-    )

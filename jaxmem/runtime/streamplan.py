@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import aval_bytes
+from jaxmem.program.ir import Hosting, aval_bytes
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.staging import Pieces
@@ -42,7 +42,12 @@ def outcome_of(
     """
     stream = _stream(found, budget_bytes)
     plan = _plan(first.plan, pieces, stream, found, target, asked, host_bytes)
-    return replace(first, plan=plan, hosting=pieces.hosting, stream=stream, planned=pieces.first)
+    # What the step keeps for itself is none of the caller's.
+    hosting = Hosting(
+        pieces.hosting.inputs.intersection(range(len(pieces.written.block.inputs))),
+        pieces.hosting.results.intersection(range(len(pieces.written.block.outputs))),
+    )
+    return replace(first, plan=plan, hosting=hosting, stream=stream, planned=pieces.first)
 
 
 def _stream(found: Pieces, budget_bytes: int) -> Stream:
@@ -73,7 +78,7 @@ def _plan(
     host_bytes: int,
 ) -> Plan:
     """The plan of the whole step."""
-    program = pieces.program
+    program = pieces.written
     written = Simulator(rates_of(target)).step(program.block)
     most = sum(item.way_bytes for item in stream.items)
     # A part that is larger than the window is copied with nothing else under way.
@@ -114,6 +119,7 @@ def _plan(
             window_bytes=max([window, *(chunks.nbytes for chunks in by_rows)]),
             by_rows=sum(one.beside is None for one in by_rows),
             ahead=len({v for item in stream.items for v in item.part.waiting}),
-            along=sum(len(one.homes) for one in by_rows if one.beside),
+            along=sum(len(one.homes) for one in by_rows if one.beside) - len(pieces.buffers),
+            kept_bytes=sum(v.nbytes for _, v in pieces.buffers),
         ),
     )

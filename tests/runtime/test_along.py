@@ -16,7 +16,7 @@ from jaxmem.program.cut import cut
 from jaxmem.program.joining import joinable
 from jaxmem.rewrite.fetching import fetching_ahead
 from jaxmem.rewrite.staged import staged
-from jaxmem.runtime import guard, line, parts, streamed
+from jaxmem.runtime import guard, line, parts, room, streamed
 from tests.scanned_nets import (
     LAYERS,
     WIDTH,
@@ -106,7 +106,7 @@ def states_of(tx, layers=LAYERS):
 @pytest.fixture(autouse=True)
 def in_small_buckets(monkeypatch):
     monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+    monkeypatch.setattr(room, "_WINDOW_BYTES", 8 * MIB)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_gradients_are_what_others_need_too(gaining):
 def test_weights_that_their_update_only_writes_wait_as_well(along: bool, gaining, monkeypatch):
     """Made anew of masters, which are float32."""
     if not along:
-        monkeypatch.setattr(streamed, "_joined", lambda *args: None)
+        monkeypatch.setattr(streamed, "_joined", lambda *args, **options: None)
         monkeypatch.setattr(streamed, "_WHOLE_BYTES", 4 * MIB)
 
     def step(state, x):

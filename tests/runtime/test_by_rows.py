@@ -13,7 +13,7 @@ import pytest
 import jaxmem
 from jaxmem.program.calling import Caller
 from jaxmem.program.cut import cut
-from jaxmem.runtime import guard, streamed
+from jaxmem.runtime import guard, room, streamed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.targets.target import Target
 from tests.streamed_steps import MIB, X, failing, fitted, kinds, same, step_of
@@ -57,7 +57,7 @@ def state_with(tx):
 @pytest.fixture(autouse=True)
 def in_small_chunks(monkeypatch):
     monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+    monkeypatch.setattr(room, "_WINDOW_BYTES", 8 * MIB)
     monkeypatch.setattr(streamed, "_WHOLE_BYTES", 8 * MIB)
 
 

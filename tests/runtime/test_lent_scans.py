@@ -15,7 +15,7 @@ from jaxmem.program.calling import Caller
 from jaxmem.program.ir import in_host_memory
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.fetching import fetching_ahead
-from jaxmem.runtime import guard, parts, streamed
+from jaxmem.runtime import guard, parts, room, streamed
 from tests.scanned_nets import (
     LAYERS,
     WIDTH,
@@ -69,7 +69,7 @@ def as_a_constant(params, x):
 @pytest.fixture(autouse=True)
 def in_small_chunks(monkeypatch):
     monkeypatch.setattr(streamed, "_BUCKET_BYTES", 2 * MIB)
-    monkeypatch.setattr(streamed, "_WINDOW_BYTES", 8 * MIB)
+    monkeypatch.setattr(room, "_WINDOW_BYTES", 8 * MIB)
 
 
 def forward(net, **options):
