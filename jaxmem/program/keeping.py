@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmem.program.ir import Atom, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.loops import goes_by_turns
-from jaxmem.program.primitives import may_repeat
+from jaxmem.program.primitives import Kind, kind_of, may_repeat
 from jaxmem.program.waiting import SMALL_BYTES
 
 # Sums over all rows that are sums of sums over one.
@@ -56,11 +56,10 @@ def keep(program: Program, hosted: Iterable[Value], fewest_bytes: int) -> Kept:
         The same program where there is no such stack.
     """
     finder = _Finder(program, set(hosted))
-    stacks = [v for v in finder.stacks(fewest_bytes) if finder.goes_into_sums([v])]
-    found = finder.followed(stacks)
-    if not stacks or not all(map(may_repeat, found.between)):
+    stacks = [v for v in finder.stacks(fewest_bytes) if finder.is_summed(v)]
+    if not stacks:
         return Kept(program)
-    return _rewritten(program, stacks, found)
+    return _rewritten(program, stacks, finder.followed(stacks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +97,11 @@ class _Finder:
             and jnp.issubdtype(v.aval.dtype, jnp.inexact)
         ]
 
-    def goes_into_sums(self, stacks: Sequence[Value]) -> bool:
-        return bool(self.followed(stacks).sums)
+    def is_summed(self, stack: Value) -> bool:
+        """Whether a stack goes into sums and updates, and into no other work before those."""
+        found = self.followed([stack])
+        light = all(may_repeat(op) and kind_of(op) is not Kind.OPAQUE for op in found.between)
+        return bool(found.sums) and light
 
     def followed(self, stacks: Sequence[Value]) -> _Followed:
         lengths = {v: v.aval.shape[0] for v in stacks}

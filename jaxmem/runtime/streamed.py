@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from jaxmem.errors import (
     ArgumentError,
+    BudgetError,
     BudgetInfeasibleError,
     CutError,
 )
@@ -42,8 +43,9 @@ _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 _WHOLE_BYTES, _WHOLE_SHARE = 2 * 2**30, 16
 # How often they are planned again where their stages turn out to take more.
 _ROUNDS = 4
-# How much larger budgets are that are tried where it is not known what is lacking.
-_MORE_SHARE = 8
+# So many budgets are tried for an error to name, larger by this share where nothing tells by how
+# much.
+_TRIES, _MORE_SHARE = 6, 6
 
 
 def fit(
@@ -162,7 +164,9 @@ def _smaller(
 ) -> int:
     """The smaller of two budgets, where updates that go along with loops do fit the second."""
     tried = 0
-    while tried < against.smallest_bytes < smallest:
+    for _ in range(_TRIES):
+        if not tried < against.smallest_bytes < smallest:
+            break
         tried = against.smallest_bytes
         try:
             _along(way, asked, compiler_of, target, tried, report)

@@ -20,15 +20,10 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
 
 
-def in_halves(params, x):
-    """Stacks of bfloat16 gradients."""
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    return plain(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
 def beside_others(params, x):
-    """A leaf that is in no loop has a part in the norm as well."""
-    return plain(params, x) + (x @ params["out"][0] * jnp.sum(params["bias"] ** 2)).mean()
+    """Leaves that are in no loop have a part in the norm as well."""
+    x = x * params["bias"].sum(0)[:WIDTH] + params["bias"][0]
+    return plain(params, x)
 
 
 def finite_only(tx):
@@ -58,20 +53,17 @@ STEPS: dict = {
     "plain": (plain, CLIPPED, STACKS),
     "checkpointed": (checkpointed, CLIPPED, STACKS),
     "with rows of both": (with_rows_of_both, CLIPPED, STACKS),
-    "halves": (in_halves, CLIPPED, STACKS // 2),
     "beside others": (beside_others, CLIPPED, STACKS),
     "decayed": (
         plain,
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
         STACKS,
     ),
-    "twice": (plain, optax.chain(optax.clip_by_global_norm(0.1), CLIPPED), STACKS),
     "each leaf for itself": (plain, optax.chain(optax.clip_by_block_rms(1e-4), ADAM), STACKS),
     "finite": (plain, finite_only(ADAM), STACKS),
     "by the largest": (plain, by_the_largest(ADAM), STACKS),
     "lion": (plain, optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-3)), STACKS),
 }
-QUICK, WIDE = ("plain",), ("halves", "finite", "each leaf for itself")
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +93,7 @@ def compared(run, step, state, steps=3, rtol=1e-4):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=()
-            if name in QUICK
-            else (pytest.mark.wide if name in WIDE else pytest.mark.slow),
-        )
-        for name in STEPS
-    ],
+    [pytest.param(n, marks=() if n == "plain" else pytest.mark.slow) for n in STEPS],
 )
 def test_steps_are_those_of_jit(name: str):
     """In less than the stacks alone take, with all that is updated in host memory."""
@@ -121,10 +105,10 @@ def test_steps_are_those_of_jit(name: str):
     assert plan.streamed.kept_bytes == nbytes
     assert plan.compiled_bytes <= 10 * MIB < STACKS
     assert "of gradients wait there too" in " ".join(str(plan.explain()).split())
-    mine, theirs = compared(run, step, state, rtol=1e-2 if name == "halves" else 1e-4)
-    same(mine, theirs, rtol=0.2 if name == "halves" else 1e-2)
+    same(*compared(run, step, state), rtol=1e-2)
 
 
+@pytest.mark.wide
 def test_parameters_may_stay_on_the_device():
     """And the norm may be a result."""
 
@@ -144,6 +128,7 @@ def test_parameters_may_stay_on_the_device():
     same(*compared(run, step, state), rtol=1e-2)
 
 
+@pytest.mark.wide
 def test_where_there_is_room_they_stay():
     """They are copied for nothing else."""
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
@@ -152,22 +137,31 @@ def test_where_there_is_room_they_stay():
     assert plan.streamed.kept_bytes == 0
 
 
-def test_updates_that_need_all_rows_are_refused_as_before():
-    """The norm of a leaf of LAMB is of its update: no row can be updated before the last."""
-    lamb = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2, eps=1e-3))
-    with pytest.raises(BudgetInfeasibleError, match="no plan fits budget=10.0MiB"):
-        fitted(step_of(plain, lamb), host="*", budget=10 * MIB).plan(states_of(lamb), X)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(optax.lamb(1e-2, eps=1e-3), id="lamb", marks=pytest.mark.wide),
+        pytest.param(CLIPPED, id="clipped twice", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_that_need_all_rows_are_refused_as_before(tx):
+    """The norm of a leaf of LAMB is of its update, a second norm of what the first one clipped."""
+    tx = optax.chain(optax.clip_by_global_norm(0.1), tx)
+    with pytest.raises(BudgetInfeasibleError, match=r"no plan fits budget=10\.0MiB"):
+        fitted(step_of(plain, tx), host="*", budget=10 * MIB).plan(states_of(tx), X)
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_one_in_which_it_runs():
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
     with pytest.raises(BudgetInfeasibleError, match="updates in the loops that make") as raised:
-        fitted(step, host="*", budget=5 * MIB).plan(state, X)
-    assert 5 * MIB < raised.value.smallest_bytes < STACKS
+        fitted(step, host="*", budget=6 * MIB).plan(state, X)
+    assert 6 * MIB < raised.value.smallest_bytes < STACKS
     plan = fitted(step, host="*", budget=raised.value.smallest_bytes).plan(state, X)
     assert plan.compiled_bytes <= raised.value.smallest_bytes
 
 
+@pytest.mark.slow
 def test_host_memory_counts_them(monkeypatch):
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
     few = fitted(step, host="*", budget=40 * MIB).plan(state, X).host_bytes
@@ -180,6 +174,7 @@ def test_host_memory_counts_them(monkeypatch):
     assert "host_budget=" in note
 
 
+@pytest.mark.wide
 def test_a_plan_is_followed(tmp_path):
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
     plan = fitted(step, host="*", budget=10 * MIB).plan(state, X)
@@ -195,6 +190,7 @@ def test_a_plan_is_followed(tmp_path):
     same(*compared(again, step, state, steps=1), rtol=1e-2)
 
 
+@pytest.mark.wide
 def test_one_set_of_buffers_serves_all_calls():
     """Neither handed out nor made anew: what is in host memory does not grow."""
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
@@ -210,6 +206,7 @@ def test_one_set_of_buffers_serves_all_calls():
         assert held() == before
 
 
+@pytest.mark.slow
 def test_calls_at_the_same_time_have_buffers_of_their_own():
     step = step_of(plain, CLIPPED)
     run = fitted(step, host="*", budget=10 * MIB)
@@ -231,12 +228,14 @@ def test_calls_at_the_same_time_have_buffers_of_their_own():
         same(on_device(mine), theirs, rtol=1e-2)
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "times", [pytest.param(1, marks=pytest.mark.wide), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_step_that_fails_between_updates_is_completed(times: int, monkeypatch):
     step, state = step_of(plain, CLIPPED), states_of(CLIPPED)
     run = fitted(step, host="*", budget=10 * MIB)
     mine = run.place(jax.tree.map(jnp.copy, state), X)[0]
-    found = failing(run, (mine, X), times, "the update of", monkeypatch)
+    found = failing(run, (mine, X), times, "failed twice", monkeypatch)
     same(found, jax.jit(step)(state, X), rtol=1e-2)
     again = run(found[0], X)
     same(again, jax.jit(step)(jax.jit(step)(state, X)[0], X), rtol=1e-2)
