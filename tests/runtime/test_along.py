@@ -131,7 +131,7 @@ STEPS["lion"] = (plain, optax.lion(1e-3), 4, 2)
 STEPS["scheduled"] = (plain, optax.adam(optax.cosine_decay_schedule(1e-2, 9), eps=1e-3), 6, 4)
 STEPS["averaged"] = (plain, optax.chain(ADAM, optax.ema(0.9)), 8, 6)
 STEPS["halves"] = (plain, optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16), 6, 4)
-# All gradients decide about each update, so none may start before the last is made.
+# All gradients decide about each update, so none may start before the last is made (test_kept.py).
 STEPS["clipped"] = (plain, optax.chain(optax.clip_by_global_norm(0.1), ADAM), 0, None)
 # The norm of a leaf is of all its rows.
 STEPS["lamb"] = (plain, optax.lamb(1e-2, eps=1e-3), 0, None)
