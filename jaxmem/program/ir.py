@@ -282,15 +282,21 @@ class Program:
         """Where results go; ``None``, for one or all of them, leaves it to the compiler.
 
         A result in host memory must say so itself, as donation does not ask where the argument
-        was.
+        was. On a mesh what takes the place of a donated argument is split as that is: left to
+        itself the compiler splits parameters whose optimizer's state is split (ZeRO-1), and the
+        next step would be another program.
         """
-        if not hosting:
+        if not hosting and not self.sharded:
             return None
         layouts, places = self.layouts(hosting), self.places
-        return [
-            layouts[places[n]] if n in hosting.results else None
-            for n in range(len(self.block.outputs))
-        ]
+        pinned = {
+            n
+            for n, position in places.items()
+            if (layout := layouts[position]) is not None and layout.num_devices > 1
+        }
+        if hosting:
+            pinned |= hosting.results
+        return [layouts[places[n]] if n in pinned else None for n in range(len(self.block.outputs))]
 
     def host_bytes(self, hosting: Hosting) -> int:
         """Bytes of the inputs that live in host memory, on each device's part."""

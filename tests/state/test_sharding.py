@@ -227,17 +227,41 @@ def test_a_mesh_of_several_axes_needs_one_that_is_said():
     assert specs_of(found)["['w']"] == P(("x", "y"))
 
 
-def test_over_devices_that_are_there():
+def told_by(script: str, *arguments: str) -> str:
+    """What a script prints with eight CPU devices."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(HERE.parent.parent),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     ended = subprocess.run(
-        [sys.executable, str(HERE / "sharded_states.py")],
+        [sys.executable, str(HERE / script), *arguments],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("holds") == 4
+    return ended.stdout
+
+
+def test_over_devices_that_are_there():
+    assert told_by("sharded_states.py").count("holds") == 4
+
+
+@pytest.mark.parametrize(
+    ("net", "rules"),
+    [
+        pytest.param(
+            net,
+            rules,
+            marks=()
+            if (net, rules) == ("scanned", "zero1")
+            else (pytest.mark.wide if net == "unrolled" and rules == "zero3" else pytest.mark.slow),
+        )
+        for net in ("unrolled", "scanned", "dropping")
+        for rules in ("zero1", "zero3", "tp", "tp and zero1", "tp and zero3")
+    ],
+)
+def test_fitted_steps_keep_the_layout_and_compute_the_same(net: str, rules: str):
+    """In less than they take as written, with what each device has read from the compiler."""
+    assert told_by("sharded_steps.py", net, rules).endswith("held\n")
