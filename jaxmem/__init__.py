@@ -69,6 +69,7 @@ _NARROW = (
     "CheckpointError",
     "DonatedBufferError",
     "MissingPluginError",
+    "ProcessError",
     "ShardingError",
 )
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.extend.core.primitives
-from jax._src import ad_checkpoint, config, hardware_utils, hijax, source_info_util, xla_bridge
+from jax._src import (
+    ad_checkpoint,
+    config,
+    distributed,
+    hardware_utils,
+    hijax,
+    source_info_util,
+    xla_bridge,
+)
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir, remat
 from jax._src.lax.lax import _convert_element_type
@@ -378,3 +386,11 @@ def at_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
     importlib.import_module("concurrent.futures.thread")
     threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
     return finish
+
+
+# --- several processes -------------------------------------------------------------------------
+
+
+def distributed_client() -> Any:
+    """The client of ``jax.distributed``; ``None`` where it was not initialised."""
+    return distributed.global_state.client

@@ -119,6 +119,18 @@ class CheckpointError(JaxmemError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
 
 
+class ProcessError(JaxmemError, RuntimeError):
+    """Of several processes some are missing, or do something else than the others.
+
+    Attributes:
+        processes: their numbers.
+    """
+
+    def __init__(self, message: str, *, processes: tuple[int, ...]):
+        super().__init__(message)
+        self.processes = processes
+
+
 class ShardingError(JaxmemError, ValueError):
     """A rule or spec that does not fit the mesh or the leaf that it is for, or matches nothing."""
 

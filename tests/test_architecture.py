@@ -23,6 +23,7 @@ LEVELS = {
     "_before_jax": 2,
     "units": 1,
     "_compat": 1,
+    "processes": 2,
     "targets": 3,
     "program": 3,
     "policies": 4,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,9 @@ def kind_of(array: Any) -> str:
 class Sum:
     """The checksum of an array that is being computed; ``str`` waits for it.
 
+    Of an array over several processes it is that of the parts which this process has, and others
+    have no copy of with a smaller number; :func:`added` makes it the checksum of the array.
+
     >>> str(Sum(np.arange(4.0, dtype=np.float32))) == str(Sum(jnp.arange(4.0)))
     True
     >>> str(Sum(jnp.zeros(4))) == str(Sum(jnp.zeros(5)))
@@ -54,6 +57,17 @@ class Sum:
         parts[1:] = jax.device_get(self.parts) or 0
         first, second = parts.sum(axis=0, dtype=np.uint32).tolist()
         return f"{self.kind} {first:08x}{second:08x}"
+
+
+def added(sums: Iterable[str]) -> str:
+    """The checksum of an array of which each process has summed its own parts.
+
+    >>> added(["float32[2] ffffffff00000001", "float32[2] 0000000200000003"])
+    'float32[2] 0000000100000004'
+    """
+    kinds, words = zip(*(text.rsplit(" ", 1) for text in sums), strict=True)
+    first, second = (sum(int(w[at : at + 8], 16) for w in words) % 2**32 for at in (0, 8))
+    return f"{kinds[0]} {first:08x}{second:08x}"
 
 
 def _pieces(array: Any) -> Iterator[tuple[Any, Sequence[int]]]:

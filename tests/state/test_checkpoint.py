@@ -349,9 +349,3 @@ def test_orbax_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(MissingExtraError, match="pip install"):
         jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=0)
-
-
-def test_several_processes_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(CheckpointError, match="one of 2"):
-        jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=0)

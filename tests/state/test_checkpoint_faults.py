@@ -20,7 +20,7 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import CheckpointError
-from jaxmem.state import checkpoint
+from jaxmem.state import writing
 from tests.state.trees import assert_same, blank
 
 HERE = Path(__file__).parent
@@ -111,7 +111,7 @@ def test_a_damaged_leaf_is_named_and_another_checkpoint(tmp_path):
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=0, wait=True)
     usage = SimpleNamespace(free=2**20)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"up to 4\.0MiB, and 1\.0MiB are free"):
         jaxmem.save(tmp_path, {"w": np.ones(2**20, np.float32)}, step=1)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["0"]

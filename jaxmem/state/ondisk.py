@@ -1,0 +1,101 @@
+"""What checkpoints look like on disk, and Orbax, which writes and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmem.errors import CheckpointError, MissingExtraError
+from jaxmem.state.manifest import Manifest
+
+# The items of a checkpoint: arrays, as Orbax alone can read them, and what they must be.
+ARRAYS, LIST = "state", "jaxmem"
+
+
+def orbax() -> Any:
+    """The module ``orbax.checkpoint``.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise MissingExtraError(
+            "checkpoints are written by Orbax, which is not installed: pip install 'jaxmem[flax]'"
+        ) from error
+    return orbax.checkpoint
+
+
+def resolved(directory: str | Path) -> Path:
+    """One name for each directory, whatever links lead there."""
+    if "://" in str(directory):
+        raise CheckpointError(f"{directory} is a URL; checkpoints are in directories.")
+    return Path(directory).expanduser().resolve()
+
+
+def steps(path: Path) -> list[int]:
+    """The complete checkpoints of a directory, in order."""
+    if not path.is_dir():
+        return []
+    return sorted(orbax().utils.checkpoint_steps(path))
+
+
+def place_of(path: Path, step: int | None) -> Path:
+    """Where a checkpoint is, the newest by default.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = steps(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no complete checkpoint.")
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found))
+        raise CheckpointError(f"{path} holds no complete checkpoint {step}; there are: {there}.")
+    return path / str(found[-1] if step is None else step)
+
+
+def manifest_of(place: Path) -> Manifest:
+    """The list of what a checkpoint holds.
+
+    Raises:
+        CheckpointError: it has none, or that is damaged or of another version.
+    """
+    ocp = orbax()
+    try:
+        written = ocp.JsonCheckpointHandler().restore(place / LIST)
+    except Exception as error:
+        if (place / LIST).is_dir():
+            raise CheckpointError(
+                f"{place} is damaged: the list of what it holds cannot be read ({error})."
+            ) from error
+        raise CheckpointError(
+            f"{place} was not written by jaxmem.save: it has no list of checksums. Read it with "
+            "Orbax."
+        ) from error
+    return Manifest.from_json(written, place)
+
+
+def check_own(path: Path) -> None:
+    """Orbax takes every directory with a number for a checkpoint, and deletes old ones.
+
+    Raises:
+        CheckpointError: there is such a directory that is none.
+    """
+    inside = path.iterdir() if path.is_dir() else ()
+    for found in sorted(p for p in inside if p.name.isdecimal() and p.is_dir()):
+        if not (found / LIST).is_dir() or found.name != str(int(found.name)):
+            raise CheckpointError(
+                f"{found} is no checkpoint of jaxmem.save, and would count as one. Give a "
+                "directory of its own."
+            )
+
+
+def damaged(place: Path, names: Sequence[str]) -> CheckpointError:
+    """The error for leaves that are not what was saved."""
+    others = [str(step) for step in steps(place.parent) if str(step) != place.name]
+    named = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    hint = f" Try step={others[-1]}." if others else ""
+    return CheckpointError(f"{place} is damaged: what was read of {named} was not saved.{hint}")

@@ -1,0 +1,228 @@
+"""Write checkpoints with Orbax's manager, one directory at a time, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxmem import _compat
+from jaxmem.errors import CheckpointError, ProcessError
+from jaxmem.state import ondisk
+from jaxmem.state.contents import Contents
+from jaxmem.state.manifest import Manifest
+from jaxmem.units import format_bytes
+
+# Threads save one after the other: Orbax's manager of a directory is for one at a time.
+lock = threading.RLock()
+_open: dict[Path, Writer] = {}
+# A fork of it has none of the threads that write.
+_PROCESS = os.getpid()
+
+
+class Writer(Protocol):
+    """What writes the checkpoints of a directory."""
+
+    path: Path
+    keep: int | None
+
+    def wait(self) -> None:
+        """Until the last one is complete; raises why it could not be written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Others:
+    """How process 0 writes together with others.
+
+    Attributes:
+        written: called when its own arrays are written; returns when all are.
+    """
+
+    written: Callable[[], None]
+
+
+def writing_in(path: Path) -> Writer | None:
+    """What is writing in a directory, or was the last to."""
+    return _open.get(path)
+
+
+def forget(path: Path) -> None:
+    """Have the next one to save in a directory begin anew."""
+    _open.pop(path, None)
+
+
+def ready(path: Path, keep: int | None, make: Callable[[], Writer]) -> Any:
+    """What writes in a directory, waiting for the checkpoint before."""
+    found = _open.get(path)
+    if found is not None:
+        found.wait()
+        if found.keep == keep and path.is_dir():
+            return found
+        found.close()
+    found = _open[path] = make()
+    return found
+
+
+class Directory:
+    """The checkpoints of a run, while they are being written.
+
+    Attributes:
+        path: where they are.
+        keep: how many are left.
+        needed: bytes of the last one.
+        failed: why it could not be written.
+    """
+
+    def __init__(self, path: Path, keep: int | None, others: Others | None = None):
+        ocp = ondisk.orbax()
+        self.path, self.keep, self.needed = path, keep, 0
+        self.manager: Any = None
+        self.failed: CheckpointError | ProcessError | None = None
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(
+                f"{path} is a file, and cannot hold checkpoints: give a directory."
+            )
+        ondisk.check_own(path)
+        with self._failing():
+            path.mkdir(parents=True, exist_ok=True)
+            self.manager = ocp.CheckpointManager(
+                path,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=keep, cleanup_tmp_directories=True, **_options(others)
+                ),
+                item_handlers={
+                    ondisk.ARRAYS: ocp.PyTreeCheckpointHandler(),
+                    ondisk.LIST: ocp.JsonCheckpointHandler(),
+                },
+            )
+        # It would tell jax.distributed of a step that may be long past, from another thread:
+        # the step at which all processes are to stop is found from what each has told last.
+        self.manager.reached_preemption = lambda step: False
+
+    def save(self, contents: Contents, sums: Mapping[str, str], step: int) -> None:
+        """Begin to write a checkpoint; when it returns the arrays may be changed.
+
+        Raises:
+            CheckpointError: the step does not come after those that are there, the disk has no
+                room, or the checkpoint before could not be written.
+        """
+        ocp = ondisk.orbax()
+        self.wait()
+        there = ondisk.steps(self.path)
+        if there != sorted(self.manager.all_steps()):
+            self.manager.reload()  # Somebody else wrote or deleted some.
+        if there and step <= there[-1]:
+            raise CheckpointError(
+                f"step {step} does not come after {there[-1]}, the newest in {self.path}. Save "
+                "under a larger number, or into another directory."
+            )
+        self._check_room(contents.nbytes)
+        self.needed = contents.nbytes
+        arrays = {name: written(a) for name, a in contents.arrays.items() if a.size}
+        with self._failing():
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    **{
+                        ondisk.ARRAYS: ocp.args.PyTreeSave(arrays),
+                        ondisk.LIST: ocp.args.JsonSave(Manifest.of(contents, sums).to_json()),
+                    }
+                ),
+                force=True,
+            )
+
+    def wait(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        with self._failing():
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Says what failed; the next one to save here begins anew."""
+        try:
+            yield
+        except Exception as error:
+            forget(self.path)
+            with contextlib.suppress(Exception):  # It is the same error again.
+                self.close()
+            self.failed = error if isinstance(error, ProcessError) else self._described(error)
+            raise self.failed from error
+
+    def _described(self, error: Exception) -> CheckpointError:
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"; {format_bytes(shutil.disk_usage(self.path).free)} are free there"
+        left = "unknown"
+        with contextlib.suppress(Exception):  # Not where Python is about to end.
+            left = ", ".join(map(str, ondisk.steps(self.path))) or "none"
+        return CheckpointError(
+            f"a checkpoint in {self.path} could not be written: {error}\n  Its arrays take "
+            f"{format_bytes(self.needed)}{free}. Complete checkpoints that are there: {left}."
+        )
+
+    def _check_room(self, nbytes: int) -> None:
+        free = shutil.disk_usage(self.path).free
+        if free < nbytes:
+            raise CheckpointError(
+                f"a checkpoint in {self.path} takes up to {format_bytes(nbytes)}, and "
+                f"{format_bytes(free)} are free there. Make room, or save less often with keep=."
+            )
+
+
+def _options(others: Others | None) -> dict[str, Any]:
+    """Orbax's for process 0 of several: it takes itself for the only one.
+
+    Its own barriers are collectives of devices, or wait for five minutes. The two that are left are
+    in the thread that commits, and are those of :class:`Others`.
+    """
+    if others is None:
+        return {}
+    ocp = ondisk.orbax()
+
+    def meet(*, key: str, timeout_ms: int) -> None:
+        del timeout_ms
+        if "async_write_complete" in key:
+            others.written()
+
+    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
+    within = ocp.options.AsyncOptions(
+        timeout_secs=10**9, barrier_sync_fn=meet, create_directories_asynchronously=False
+    )
+    return {"create": False, "multiprocessing_options": alone, "async_options": within}
+
+
+def written(array: Any) -> Any:
+    """What Orbax is given of an array."""
+    alone = isinstance(array, np.generic) or (
+        jax.process_count() > 1 and isinstance(array, jax.Array) and array.is_fully_addressable
+    )
+    return np.array(array) if alone else array
+
+
+@_compat.at_shutdown
+def _finish() -> None:
+    """Let what is being written end, and say what could not."""
+    for found in list(_open.values()) if os.getpid() == _PROCESS else ():
+        try:
+            found.wait()
+            found.close()
+        except Exception as error:  # There is nobody left to raise it to.
+            what = f"jaxmem: the last checkpoint in {found.path} is not complete"
+            print(f"{what}; wait() for it before Python ends ({error})", file=sys.stderr)

@@ -1,0 +1,172 @@
+"""Checkpoints of several processes; prints what holds. See test_checkpoint_processes.py."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmem
+from jaxmem.errors import JaxmemError
+from tests import cluster
+
+W = np.random.default_rng(0).random((16, 24)).astype(np.float32)
+
+
+def split(*axes: str | None, host: bool = False) -> NamedSharding:
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"))
+    found = NamedSharding(mesh, PartitionSpec(*axes))
+    return found.with_memory_kind("pinned_host") if host else found
+
+
+def put(array, sharding):
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def places() -> list[NamedSharding]:
+    return [
+        split("a"),
+        split("b"),
+        split(("b", "a")),
+        split("b", "a"),
+        split(None, "b"),
+        split(),
+        split("b", host=True),
+    ]
+
+
+def state() -> dict:
+    """Every kind of leaf that processes share, or have each for itself."""
+    return {
+        "split": [put(W + n, place) for n, place in enumerate(places())],
+        "key": put(np.asarray(jax.random.key_data(jax.random.key(7))), split()),
+        "empty": put(np.zeros((0, 4), np.float32), split()),
+        "alone": jnp.arange(5.0),
+        "weak": jnp.asarray(0.5),
+        "numpy": np.arange(3.0),
+        "scalar": np.float32(0.1),
+        "epoch": 3,
+        "name": "run one",
+    }
+
+
+def same(found: dict, expected: dict) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(a) is type(b), (a, b)
+        if isinstance(a, jax.Array):
+            assert (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
+            assert a.sharding == b.sharding, (a.sharding, b.sharding)
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+                np.testing.assert_array_equal(x.data, y.data)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def said(do) -> str:
+    """The error that ``do`` raises, which must be the same on all processes."""
+    from jaxmem import processes
+
+    try:
+        do()
+    except JaxmemError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("nothing was raised")
+    all_said = processes.meet("compare errors", 20).exchange("text", text)
+    assert len({*all_said}) == 1, all_said
+    return text
+
+
+def blank(found: dict) -> dict:
+    def other(x):
+        if isinstance(x, jax.Array) and x.committed:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return x * 0 if hasattr(x, "dtype") else type(x)()
+
+    return jax.tree.map(other, found)
+
+
+def main(directory: Path) -> None:
+    me = cluster.initialize()
+    expected = state()
+
+    # Of one process, which saved before.
+    like = {str(n): jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=s) for n, s in enumerate(places())}
+    found = jaxmem.restore(directory / "one", like)
+    same(found, {str(n): put(W, place) for n, place in enumerate(places())})
+    print("one to several: holds")
+
+    run = directory / "several"
+    for step in range(3):
+        now = state()
+        saving = jaxmem.save(run, now, step=step, keep=2)
+        jax.jit(lambda x: x * 2, donate_argnums=0)(now["split"][0])
+        now["numpy"][:] = -1
+        for array in now["split"][1:]:
+            array.delete()
+    saving.wait()
+    assert sorted(p.name for p in run.iterdir() if p.is_dir()) == ["1", "2"], [*run.iterdir()]
+    same(jaxmem.restore(run, blank(expected)), expected)
+    turned = {**expected, "split": [put(W + n, p) for n, p in enumerate(places()[::-1])]}
+    same(jaxmem.restore(run, blank(turned), step=1), turned)
+    print("several to several, another way of splitting: holds")
+
+    other = {**expected, "epoch": 3 + me}
+    text = said(lambda: jaxmem.save(run, other, step=3))
+    assert "['epoch'] = 3, process 1 has ['epoch'] = 4" in text, text
+    other = {**expected, "numpy": expected["numpy"] + me}
+    text = said(lambda: jaxmem.save(run, other, step=3))
+    assert "process 0 has ['numpy'] of each process alone" in text, text
+    text = said(lambda: jaxmem.save(run, {**expected, **({"more": 1} if me else {})}, step=3))
+    assert "process 1 has ['more'] = 1" in text, text
+    text = said(lambda: jaxmem.save(run, expected, step=3 + me))
+    assert "process 0 is to save checkpoint 3" in text, text
+    assert "process 1 to save checkpoint 4" in text, text
+    text = said(lambda: jaxmem.save(run, {**expected, **({"epoch": print} if me else {})}, step=3))
+    assert "CheckpointError: ['epoch'] is a builtin_function" in text, text
+    text = said(lambda: jaxmem.save(run, expected, step=2))
+    assert "step 2 does not come after 2" in text, text
+    text = said(lambda: jaxmem.restore(run, expected, step=0))
+    assert "no complete checkpoint 0; there are: 1, 2" in text, text
+    text = said(lambda: jaxmem.restore(run, {**blank(expected), "epoch": 0.5 if me else 1}))
+    assert "['epoch'] (float, saved as int)" in text, text
+    print("the same errors on all processes: holds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    large = put(np.random.default_rng(0).random((64, 2**14)), split("a", "b"))
+    for refused in (0, 1):
+        if me == refused:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
+        text = said(lambda: jaxmem.save(run, {"w": large}, step=3, wait=True))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "could not be written" in text, text
+        assert (f"process {refused} failed" in text) or not refused, text
+    same(jaxmem.restore(run, blank(expected)), expected)
+    jaxmem.save(run, expected, step=3, keep=1, wait=True)
+    assert [p.name for p in run.iterdir() if p.is_dir()] == ["3"], [*run.iterdir()]
+    print("a process that cannot write: holds")
+
+    torn = run / "3" / "state"
+    data = max((p for p in torn.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    whole = data.read_bytes()
+    if me == 0:
+        raw = bytearray(whole)
+        raw[len(raw) // 2] ^= 4
+        data.write_bytes(raw)
+    text = said(lambda: jaxmem.restore(run, blank(expected)))
+    assert "is damaged: what was read of" in text, text
+    if me == 0:
+        data.write_bytes(whole)
+    same(jaxmem.restore(run, blank(expected)), expected)
+    print("damage that one process reads: holds")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[4]))
