@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmem import processes
 from jaxmem.errors import CheckpointError, MissingExtraError
 from jaxmem.state.manifest import Manifest
+from jaxmem.units import format_bytes
 
 # The items of a checkpoint: arrays, as Orbax alone can read them, and what they must be.
 ARRAYS, LIST = "state", "jaxmem"
@@ -91,6 +95,21 @@ def check_own(path: Path) -> None:
                 f"{found} is no checkpoint of jaxmem.save, and would count as one. Give a "
                 "directory of its own."
             )
+
+
+def unwritten(path: Path, nbytes: int, error: Exception) -> CheckpointError:
+    """The error for a checkpoint of ``nbytes`` bytes that this process could not write."""
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f"; {format_bytes(shutil.disk_usage(path).free)} are free there"
+    left = "unknown"
+    with contextlib.suppress(Exception):  # Not where Python is about to end.
+        left = ", ".join(map(str, steps(path))) or "none"
+    by = f" by process {processes.number()}" if processes.several() else ""
+    return CheckpointError(
+        f"a checkpoint in {path} could not be written{by}: {error}\n  Its arrays take "
+        f"{format_bytes(nbytes)}{free}. Complete checkpoints that are there: {left}."
+    )
 
 
 def damaged(place: Path, names: Sequence[str]) -> CheckpointError:

@@ -154,7 +154,8 @@ class Shared:
             work = functools.partial(self._complete, self._manager, meeting)
         else:
             split = {n: a for n, a in contents.arrays.items() if a.size and _is_split(a)}
-            work = functools.partial(_write, split, place, meeting, copied)
+            nbytes = contents.nbytes
+            work = functools.partial(_write, split, nbytes, place, meeting, copied)
         self._thread = threading.Thread(target=self._failing, args=(work,), name="jaxmem_save")
         self._thread.start()
         copied.wait()
@@ -196,10 +197,9 @@ class Shared:
 
 
 def _write(
-    split: Mapping[str, Any], place: Path, meeting: Meeting, copied: threading.Event
+    split: Mapping[str, Any], nbytes: int, place: Path, meeting: Meeting, copied: threading.Event
 ) -> None:
     """On the other processes: write parts of arrays into the directory of process 0."""
-
     error = None
     try:
         futures = _begin(split, place)
@@ -207,7 +207,8 @@ def _write(
         for future in futures:
             future.result()
     except Exception as found:
-        error = found
+        told, path = isinstance(found, JaxmemError), place.parent.parent
+        error = found if told else ondisk.unwritten(path, nbytes, found)
         copied.set()
     meeting.exchange("written", meeting.report(None, error))
     meeting.by_first("complete", lambda: None)  # It says what went wrong on any of them.

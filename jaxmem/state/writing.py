@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxmem import _compat
-from jaxmem.errors import CheckpointError, ProcessError
+from jaxmem.errors import CheckpointError, JaxmemError
 from jaxmem.state import ondisk
 from jaxmem.state.contents import Contents
 from jaxmem.state.manifest import Manifest
@@ -89,7 +89,7 @@ class Directory:
         ocp = ondisk.orbax()
         self.path, self.keep, self.needed = path, keep, 0
         self.manager: Any = None
-        self.failed: CheckpointError | ProcessError | None = None
+        self.failed: JaxmemError | None = None
         if path.exists() and not path.is_dir():
             raise CheckpointError(
                 f"{path} is a file, and cannot hold checkpoints: give a directory."
@@ -162,20 +162,9 @@ class Directory:
             forget(self.path)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()
-            self.failed = error if isinstance(error, ProcessError) else self._described(error)
-            raise self.failed from error
-
-    def _described(self, error: Exception) -> CheckpointError:
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; {format_bytes(shutil.disk_usage(self.path).free)} are free there"
-        left = "unknown"
-        with contextlib.suppress(Exception):  # Not where Python is about to end.
-            left = ", ".join(map(str, ondisk.steps(self.path))) or "none"
-        return CheckpointError(
-            f"a checkpoint in {self.path} could not be written: {error}\n  Its arrays take "
-            f"{format_bytes(self.needed)}{free}. Complete checkpoints that are there: {left}."
-        )
+            told = isinstance(error, JaxmemError)
+            self.failed = error if told else ondisk.unwritten(self.path, self.needed, error)
+            raise self.failed from (None if told else error)
 
     def _check_room(self, nbytes: int) -> None:
         free = shutil.disk_usage(self.path).free
