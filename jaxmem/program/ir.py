@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax.extend import core as jex
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem.errors import ArgumentError
 
@@ -303,6 +303,23 @@ class Program:
     def sharded(self) -> bool:
         """Whether any argument is split over several devices; bytes are then not known before."""
         return any(s is not None and s.num_devices > 1 for s in self.shardings)
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes that arguments are laid out over."""
+        named = [s.mesh.shape for s in self.shardings if isinstance(s, NamedSharding)]
+        sizes = next((shape for shape in named if math.prod(shape.values()) > 1), {})
+        return tuple((str(name), size) for name, size in sizes.items())
+
+    @property
+    def split(self) -> tuple[tuple[str, str], ...]:
+        """The argument leaves that are split over several devices: their paths, and how."""
+        layouts = self.layouts()[len(self.consts) :]
+        return tuple(
+            (leaf.path, str(getattr(layout, "spec", layout)))
+            for leaf, layout in zip(self.arguments, layouts, strict=True)
+            if layout is not None and not layout.is_fully_replicated
+        )
 
     @property
     def argument_bytes(self) -> int:
