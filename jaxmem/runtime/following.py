@@ -93,13 +93,13 @@ def _check_owner(compiler: Compiler, plan: Plan) -> None:
             f"the plan for {plan.function} was made for {plan.target}, and this is {target.name}. "
             f"Plan again for it, or pass target={plan.target!r}."
         )
+    _check_mesh(program, plan)
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
             f"program or other shapes than {program.name} has here (program "
             f"{program.fingerprint}). Plan again for these arguments: {program.name}.plan(...)."
         )
-    _check_mesh(program, plan)
 
 
 def _check_mesh(program: Program, plan: Plan) -> None:
