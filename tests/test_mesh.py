@@ -1,4 +1,4 @@
-"""``fit(mesh=..., shard=...)``: eight CPU devices take the place of one, and nothing else changes."""
+"""``fit(mesh=..., shard=...)``: eight CPU devices take the place of one; all else stays."""
 
 from __future__ import annotations
 
