@@ -315,7 +315,7 @@ def _options(
     here: bool,
     given: Mapping[str, str | int | bool],
     xla_remat: bool,
-    split: bool,
+    split: bool = False,
 ) -> Any:
     options: dict[str, str | int | bool] = {} if here else {"xla_gpu_autotune_level": 0}
     options.update(given)
