@@ -117,7 +117,9 @@ def fit(
             searches to the end, and the same call gives the same plan.
         mesh: the devices that a step runs on, ``jax.make_mesh((8,), ("data",))``, or with a
             ``target`` of as many GPUs an ``AbstractMesh``, to plan only. Budgets and plans speak
-            of bytes on each device.
+            of bytes on each device. Its axes are taken as Auto, whatever their types, unless
+            there is no ``shard`` and an argument is laid out over Explicit ones. A
+            ``PartitionSpec`` inside the step is over this mesh.
         shard: how the state is split over the mesh, by rules of :func:`jaxmem.shard`
             (``"zero1"``, ``"zero3"``, patterns of paths with a ``PartitionSpec``, several of
             these), a tree of specs, or what that function returned. The state is what is donated,

@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -122,7 +123,8 @@ class FittedStep:
             return repeated()
         with nnx.context((args, kwargs)):
             call = self._take(args, kwargs)
-            step = self._step(call)
+            with self._tracing(call):
+                step = self._step(call)
             with rebuilding(functools.partial(_put_back, (args, kwargs))):
                 ran = step(call)
                 returned = nnx.put_back(ran.results)
@@ -132,6 +134,9 @@ class FittedStep:
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = self._caller.take(args, kwargs)
         return call if self._meshed is None else self._meshed.lay_out(call, args, kwargs)
+
+    def _tracing(self, call: Call) -> AbstractContextManager[Any]:
+        return nullcontext() if self._meshed is None else self._meshed.laid(call).tracing()
 
     def _step(self, call: Call) -> Step:
         step = self._steps.get(call.key)
@@ -210,7 +215,9 @@ class FittedStep:
         0.0004
         """
         with nnx.context((args, kwargs)):
-            self._step(self._take(args, kwargs))
+            call = self._take(args, kwargs)
+            with self._tracing(call):
+                self._step(call)
         told: list[Any] = []
 
         def run() -> Any:
@@ -246,7 +253,8 @@ class FittedStep:
     ) -> tuple[Traced, Outcome, Call]:
         with nnx.context((args, kwargs)), self._planning:
             call = self._returned(self._take(args, kwargs))
-            return *self._fit(call), call
+            with self._tracing(call):
+                return *self._fit(call), call
 
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)

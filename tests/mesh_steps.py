@@ -5,6 +5,8 @@ Prints one line for every check that holds, and what does not hold of the others
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import traceback
 from pathlib import Path
@@ -117,21 +119,44 @@ def tensor_parallel() -> None:
     assert plan.compiled_bytes <= budget
 
 
+def axis_types() -> None:
+    """A mesh as it is made and inside ``jax.set_mesh``: types of axes ask nothing of a step."""
+
+    def constrained(state, x):
+        return step(state, jax.lax.with_sharding_constraint(x, P("data")))
+
+    expected = jax.jit(step)(first_state(), X)
+    kinds = [mesh(), mesh(AxisType.Explicit)]
+    for over, around in [(kinds[1], None), *itertools.product(kinds, kinds)]:
+        with contextlib.nullcontext() if around is None else jax.set_mesh(around):
+            fitted = fit(constrained, mesh=over, shard="zero3")
+            state, value = fitted(first_state(), X)
+            assert_same(expected, (state, value))
+            fitted(state, X)
+            assert len(fitted._outcomes) == 1
+    assert jax.make_mesh((8,), ("data",)).axis_types == (AxisType.Explicit,), "not the default"
+
+
 def explicit_axes() -> None:
-    """On axes whose layouts are part of types the model says how products come out."""
+    """Arrays laid out over Explicit axes keep their types where no rule is given."""
     over = mesh(AxisType.Explicit)
 
     def spread(state, x):
+        types.append(jax.typeof(x).sharding.spec)
         loss, grads = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(state["w"])
         return {"w": state["w"] - 0.1 * grads}, loss
 
     w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 11
-    expected, state = {"w": w}, {"w": w.copy()}
-    fitted = fit(spread, mesh=over)
-    for _ in range(2):
-        expected, expected_loss = jax.jit(spread)(expected, X)
-        state, value = fitted(state, X)
-        assert_same((expected, expected_loss), (state, value))
+    for typed, spec in ((True, P("data", None)), (False, P(None, None))):
+        types: list[P] = []
+        expected, state = {"w": w}, {"w": w.copy()}
+        fitted = fit(spread, mesh=over)
+        rows = jax.device_put(X, NamedSharding(over, P("data"))) if typed else X
+        for _ in range(2):
+            state, value = fitted(state, rows)
+            expected, expected_loss = jax.jit(spread)(expected, X)
+            assert_same((expected, expected_loss), (state, value))
+        assert types[0] == spec, types
 
 
 def _observed(args: tuple, out: Any) -> Any:
@@ -350,6 +375,7 @@ def wrong_uses() -> None:
 CHECKS = {
     "named rules": named_rules,
     "tensor parallel": tensor_parallel,
+    "axis types": axis_types,
     "explicit axes": explicit_axes,
     "scanned": lambda: problem("transformer_scan", "zero3", mesh()),
     "unrolled": lambda: problem("transformer_unrolled", [TENSOR, "zero3"], mesh(data=4, model=2)),

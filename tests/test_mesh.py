@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from tests.mesh_steps import CHECKS
@@ -82,3 +83,12 @@ def test_a_step_over_an_absent_mesh_plans_and_does_not_run():
     assert [path for path, _ in plan.split] == ["x"]
     with pytest.raises(jaxmem.ArgumentError, match="no devices to run on"):
         fitted(W, X)
+
+
+def test_typed_shapes_over_an_absent_mesh_are_refused():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    rows = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=NamedSharding(mesh, P("data")))
+    fitted = jaxmem.fit(descend, mesh=mesh, target="8xh100", progress=False)
+    with pytest.raises(jaxmem.ArgumentError, match="Explicit axes of an AbstractMesh"):
+        fitted.plan(W, rows)
+    assert jaxmem.fit(descend, mesh=mesh, shard={"*": None}, target="8xh100").plan(W, rows)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.errors import ArgumentError, ShardingError, TargetError
 from jaxmem.program import leaves as program_leaves
@@ -30,14 +31,20 @@ class Laid:
     """The layout of one signature.
 
     Attributes:
+        mesh: with the types that its axes have in this layout.
         layouts: a sharding for each leaf.
         state: which of them are state.
         notes: what is probably not as it was meant.
     """
 
+    mesh: Mesh | AbstractMesh
     layouts: tuple[NamedSharding, ...]
     state: frozenset[int]
     notes: tuple[str, ...]
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """In it a ``PartitionSpec`` inside a step is over this mesh."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Meshed:
 
     The state is what is donated, or the first argument where nothing is, and every argument that
     holds an optimizer's state.
+
+    Axes are of the type Auto, whatever the mesh says: ``jax.make_mesh`` makes Explicit ones, on
+    which a program has to say how its products come out, and a rule is to need no change of it.
+    They stay Explicit where there is no rule and an argument is laid out over them already.
 
     Attributes:
         caller: takes calls apart.
@@ -117,6 +128,7 @@ class Meshed:
 
     def _lay_out(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Laid:
         self._check_devices(call)
+        mesh = self._mesh_of(call)
         arguments = _arguments(call, *self.caller.apart(args, kwargs)[:2])
         opened = {a.name: leaves_of(a.value) for a in arguments}
         donated = [a for a in arguments if any(call.donated[n] for n in a.numbers)]
@@ -143,15 +155,35 @@ class Meshed:
             one = isinstance(self.rules, str | Mapping)
             for rule in [self.rules] if one else self.rules:
                 sharder.apply(rule)
-        layouts = dict(zip(numbers, sharder.shardings(self.mesh, set()), strict=True))
+        layouts = dict(zip(numbers, sharder.shardings(mesh, set()), strict=True))
         axes = self.rules.data_axes if isinstance(self.rules, Sharded) else sharder.data_axes
         rows = [n for a in arguments if a.name not in names for n in a.numbers]
         for n in rows:
-            layouts[n] = self._of_batch(call, n, axes)
+            layouts[n] = NamedSharding(mesh, self._of_batch(call, n, axes))
         notes = self._notes(sharder, bool(rows), axes)
-        return Laid(
-            tuple(layouts[n] for n in range(len(call.leaves))), frozenset(numbers), tuple(notes)
-        )
+        in_order = tuple(layouts[n] for n in range(len(call.leaves)))
+        return Laid(mesh, in_order, frozenset(numbers), tuple(notes))
+
+    def _mesh_of(self, call: Call) -> Mesh | AbstractMesh:
+        """The mesh, with axes of the type that this call is for."""
+        if self.rules is None and any(map(self._is_typed, call.leaves)):
+            if self.is_abstract:
+                raise ArgumentError(
+                    f"{self.caller.name}: arguments are laid out over Explicit axes of an "
+                    "AbstractMesh, and JAX compiles no such program for devices that are not "
+                    "here. Give shapes without a sharding and shard=, or a mesh with axis_types="
+                    f"(jax.sharding.AxisType.Auto,) * {len(self.mesh.axis_names)}."
+                )
+            return self.mesh
+        types = (AxisType.Auto,) * len(self.mesh.axis_names)
+        if isinstance(self.mesh, Mesh):
+            return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types)
+        return AbstractMesh(self.mesh.axis_sizes, self.mesh.axis_names, axis_types=types)
+
+    def _is_typed(self, leaf: Any) -> bool:
+        """Whether a leaf is laid out over Explicit axes of this mesh."""
+        given = self._spec_on_mesh(leaf)
+        return given is not None and AxisType.Explicit in leaf.sharding.mesh.axis_types
 
     def _notes(self, sharder: Sharder, has_batch: bool, axes: Sequence[str]) -> list[str]:
         told = [f"{leaf.path}: {leaf.note}" for leaf in sharder.rows(set()) if leaf.note]
@@ -216,16 +248,16 @@ class Meshed:
             same = same and list(sharding.mesh.devices.flat) == list(self.mesh.devices.flat)
         return sharding.spec if same else None
 
-    def _of_batch(self, call: Call, n: int, axes: Sequence[str]) -> NamedSharding:
+    def _of_batch(self, call: Call, n: int, axes: Sequence[str]) -> PartitionSpec:
         """The layout of a leaf that is no state: its rows are split, unless it has a layout."""
         leaf, path = call.leaves[n], call.paths[n]
         given = self._spec_on_mesh(leaf)
         if given is not None:
-            return NamedSharding(self.mesh, given)
+            return given
         aval = leaf if program_leaves.is_abstract(leaf) else jax.typeof(leaf)
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
         if not axes or not aval.shape or _is_raw_key(aval):
-            return NamedSharding(self.mesh, PartitionSpec())
+            return PartitionSpec()
         rows = aval.shape[0]
         if rows % parts:
             more, names = -(-rows // parts) * parts, ", ".join(axes)
@@ -237,7 +269,7 @@ class Meshed:
                 "PartitionSpec())); if it is state, name its argument in donate_argnums."
             )
         over = axes[0] if len(axes) == 1 else tuple(axes)
-        return NamedSharding(self.mesh, PartitionSpec(over))
+        return PartitionSpec(over)
 
     def _check_devices(self, call: Call) -> None:
         """Check that no leaf is on devices that the mesh does not have."""
