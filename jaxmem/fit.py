@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+from jax.sharding import AbstractMesh, Mesh
+
 from jaxmem.fitted import Budget, FittedStep, Verify
 from jaxmem.planner.plan import Plan
 from jaxmem.policies import Policy
@@ -29,6 +31,8 @@ def fit(
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    shard: Any = None,
 ) -> FittedStep: ...
 @overload
 def fit(
@@ -46,6 +50,8 @@ def fit(
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    shard: Any = None,
 ) -> Callable[[Callable[..., Any]], FittedStep]: ...
 def fit(
     fun: Callable[..., Any] | None = None,
@@ -62,6 +68,8 @@ def fit(
     policy: Policy | None = None,
     measure: bool = False,
     time_limit: float | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    shard: Any = None,
 ) -> FittedStep | Callable[[Callable[..., Any]], FittedStep]:
     """A train step that runs inside a byte budget and computes the same thing.
 
@@ -107,6 +115,19 @@ def fit(
             do not count. When it is over the best so far is compiled, at the least a simple
             answer such as every block recomputed, and the plan says so in its notes. ``None``
             searches to the end, and the same call gives the same plan.
+        mesh: the devices that a step runs on, ``jax.make_mesh((8,), ("data",))``, or with a
+            ``target`` of as many GPUs an ``AbstractMesh``, to plan only. Budgets and plans speak
+            of bytes on each device. Its axes are taken as Auto, whatever their types, unless
+            there is no ``shard`` and an argument is laid out over Explicit ones. A
+            ``PartitionSpec`` inside the step is over this mesh.
+        shard: how the state is split over the mesh, by rules of :func:`jaxmem.shard`
+            (``"zero1"``, ``"zero3"``, patterns of paths with a ``PartitionSpec``, several of
+            these), a tree of specs, or what that function returned. The state is what is donated,
+            else the first argument, and arguments with an optimizer's state. Every other array is
+            split by its rows over the axes ``"data"`` and ``"fsdp"``, or the only axis; one
+            that has a ``NamedSharding`` over the mesh stays as it is. Calls move what is elsewhere,
+            and results that replace state keep its layout. ``None`` follows what arrays and
+            Flax's variables say of themselves; other state is whole on each device.
 
     Returns:
         A callable like ``fun`` with ``.plan``, ``.place``, ``.lower``, ``.report`` and
@@ -122,6 +143,9 @@ def fit(
         StepInterruptedError: a step failed twice between updates of such leaves.
         PlanMismatchError: the given plan was made for another program or other shapes.
         PolicyError: a rule of the policy matches nothing or cannot be followed.
+        ShardingError: a rule or a spec does not fit the state or the mesh, the rows of a batch do
+            not divide, or an argument is on a device that the mesh does not have.
+        TargetError: the target has another number of devices than the mesh.
         ArgumentError: an option is of another kind, or ``measure`` is set for another device, a
             step with effects, several processes, or without room for the copies.
 
@@ -162,6 +186,8 @@ def fit(
         "policy": policy,
         "measure": measure,
         "time_limit": time_limit,
+        "mesh": mesh,
+        "shard": shard,
     }
     if fun is None:
         return lambda f: FittedStep(f, **options)

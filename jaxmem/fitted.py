@@ -6,10 +6,13 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.deadline import Deadline, check_time_limit
@@ -17,7 +20,8 @@ from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
-from jaxmem.program.calling import Call, Caller, Traced, differ_only_in_memory
+from jaxmem.program.call import Call, differ_only_in_memory
+from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
 from jaxmem.runtime import choosing, following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
@@ -31,6 +35,7 @@ from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.repeated import Repeats
 from jaxmem.runtime.step import Step, inputs, rebuilding
 from jaxmem.runtime.tries import Outcome
+from jaxmem.state import meshed
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
@@ -60,6 +65,8 @@ class FittedStep:
         policy: Policy | None = None,
         measure: bool = False,
         time_limit: float | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        shard: Any = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         if verify not in (True, False, "full"):
@@ -93,6 +100,9 @@ class FittedStep:
         self._host_budget, self._host = host_budget, check_patterns(host, plan, measure)
         if target is not None:
             Target.resolve(target)
+        self._meshed = meshed.make(self._caller, mesh, shard, target)
+        if measure and self._meshed is not None:
+            self._meshed.check_can_run()
         self._traced: dict[Hashable, Traced] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._steps: dict[Hashable, Step] = {}
@@ -112,13 +122,21 @@ class FittedStep:
         if repeated is not None:
             return repeated()
         with nnx.context((args, kwargs)):
-            call = self._caller.take(args, kwargs)
-            step = self._step(call)
+            call = self._take(args, kwargs)
+            with self._tracing(call):
+                step = self._step(call)
             with rebuilding(functools.partial(_put_back, (args, kwargs))):
                 ran = step(call)
                 returned = nnx.put_back(ran.results)
         self._repeats.learn(given, (args, kwargs), call, step, ran, returned)
         return returned
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call = self._caller.take(args, kwargs)
+        return call if self._meshed is None else self._meshed.lay_out(call, args, kwargs)
+
+    def _tracing(self, call: Call) -> AbstractContextManager[Any]:
+        return nullcontext() if self._meshed is None else self._meshed.laid(call).tracing()
 
     def _step(self, call: Call) -> Step:
         step = self._steps.get(call.key)
@@ -143,6 +161,8 @@ class FittedStep:
         with self._planning:
             step = self._steps.get(call.key)
             if step is None:
+                if self._meshed is not None:
+                    self._meshed.check_can_run()
                 inputs(self._trace(call).program, call)
                 step = Step.make(*self._fit(call))
                 if self._verify == "full":
@@ -195,7 +215,9 @@ class FittedStep:
         0.0004
         """
         with nnx.context((args, kwargs)):
-            self._step(self._caller.take(args, kwargs))
+            call = self._take(args, kwargs)
+            with self._tracing(call):
+                self._step(call)
         told: list[Any] = []
 
         def run() -> Any:
@@ -215,8 +237,13 @@ class FittedStep:
         # An array that is on the device as well, as another leaf, is copied by the first step.
         here = {id(a) for n, a in enumerate(call.leaves) if first + n not in outcome.hosting.inputs}
         leaves = ((n, id(call.leaves[n - first])) for n in outcome.hosting.inputs)
-        hosted = {name: layouts[n] for n, name in leaves if name not in here}
-        return place(args, hosted)
+        there = {name: layouts[n] for n, name in leaves if name not in here}
+        if self._meshed is not None:
+            self._meshed.check_can_run()
+            pairs = zip(call.leaves, layouts[first:], strict=True)
+            arrays = ((a, layout) for a, layout in pairs if isinstance(a, jax.Array | np.ndarray))
+            there |= {id(a): layout for a, layout in arrays if id(a) not in there}
+        return place(args, there)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Outcome]:
         return self._called(args, kwargs)[:2]
@@ -225,8 +252,9 @@ class FittedStep:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Traced, Outcome, Call]:
         with nnx.context((args, kwargs)), self._planning:
-            call = self._returned(self._caller.take(args, kwargs))
-            return *self._fit(call), call
+            call = self._returned(self._take(args, kwargs))
+            with self._tracing(call):
+                return *self._fit(call), call
 
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)
@@ -329,6 +357,10 @@ class FittedStep:
                     )
                 else:
                     outcome = one_program(host_bytes)
+            if self._meshed is not None:
+                plan = outcome.plan
+                notes = (*plan.notes, *self._meshed.laid(call).notes)
+                outcome = replace(outcome, plan=replace(plan, notes=notes))
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
 

@@ -238,6 +238,12 @@ def test_a_layout_prints_what_is_shown(capsys):
     assert [line.rstrip() for line in printed] == shown.splitlines()
 
 
+def test_a_step_over_several_devices_prints_what_is_shown(capsys):
+    run("A step over several devices")
+    (shown,) = SECTIONS["A step over several devices"].blocks("text")
+    assert capsys.readouterr().out == shown
+
+
 def test_a_checkpoint_comes_back():
     found = run("Checkpoints")
     assert found["state"]["step"] == 2

@@ -224,6 +224,8 @@ class Plan:
             planned; ``None`` where nothing was timed.
         measured_exposed_seconds: of one such step, of which a profile was made, the time in which
             only copies to and from the host ran; ``None`` where nothing was timed or copied.
+        mesh: names and sizes of the axes that arguments are laid out over; empty for one device.
+        split: the argument leaves that are split over it: their paths, and how.
     """
 
     function: str
@@ -259,6 +261,8 @@ class Plan:
     measured_seconds: float | None = None
     exposed_seconds: float = 0.0
     measured_exposed_seconds: float | None = None
+    mesh: tuple[tuple[str, int], ...] = ()
+    split: tuple[tuple[str, str], ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ import jax
 from jaxmem import _compat
 from jaxmem.errors import ArgumentError, TraceError, is_library
 from jaxmem.program import leaves, nnx
-from jaxmem.program.ir import Leaf, Program, in_host_memory
+from jaxmem.program.call import Call
+from jaxmem.program.ir import Leaf, Program
 from jaxmem.program.microbatches import standing_for
 from jaxmem.program.trace import program_from_jaxpr, without_passed_on
 
@@ -33,41 +34,6 @@ _SETTINGS = (
     "jax_numpy_rank_promotion",
     "jax_default_device",
 )
-
-
-# Where in the key of a call the signatures of its leaves are, and what comes after them.
-_SIGNATURES, _REST = 3, 4
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call taken apart.
-
-    Attributes:
-        leaves: arrays, ``ShapeDtypeStruct``s or Python numbers, in order.
-        paths: where each leaf sits, such as ``state.params['w']``.
-        donated: whether the leaf belongs to a donated argument.
-        key: equal for calls that can share a compiled step.
-    """
-
-    leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
-    donated: tuple[bool, ...]
-    key: Hashable
-    treedef: Any = field(repr=False)
-    fixed: dict[int, Any] = field(repr=False)
-    static: tuple[tuple[int | str, Any], ...] = field(repr=False)
-
-
-def differ_only_in_memory(one: Any, other: Any, positions: frozenset[int]) -> bool:
-    """Whether two keys of calls are equal but for the memory that some leaves are in."""
-    if one[:_SIGNATURES] != other[:_SIGNATURES] or one[_REST:] != other[_REST:]:
-        return False
-    return all(
-        a == b
-        or (n in positions and a[:-1] == b[:-1] and in_host_memory(a[-1]) == in_host_memory(b[-1]))
-        for n, (a, b) in enumerate(zip(one[_SIGNATURES], other[_SIGNATURES], strict=True))
-    )
 
 
 @dataclass(frozen=True)
@@ -267,7 +233,11 @@ class Caller:
             return arrays
 
         device = leaves.default_device()
-        avals = [leaves.abstract(leaf) for leaf in call.leaves]
+        if call.layouts:
+            pairs = zip(call.leaves, call.layouts, strict=True)
+            avals = [leaves.laid_out(leaf, layout) for leaf, layout in pairs]
+        else:
+            avals = [leaves.abstract(leaf) for leaf in call.leaves]
         try:
             with standing_for(microbatches, planned=planned) as choice:
                 traced = jax.jit(flat).trace(*avals)
@@ -285,7 +255,8 @@ class Caller:
             name=self.name,
             arguments=[Leaf(p, d) for p, d in zip(call.paths, donated, strict=True)],
             results=[Leaf(p) for p in told["paths"]],
-            shardings=[leaves.layout(leaf, device) for leaf in call.leaves],
+            shardings=call.layouts or [leaves.layout(leaf, device) for leaf in call.leaves],
+            state=call.state,
         )
         program, passed_on = without_passed_on(program, told["was"])
         rebuild = functools.partial(_rebuild, told, passed_on)

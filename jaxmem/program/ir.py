@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax.extend import core as jex
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem.errors import ArgumentError
 
@@ -245,6 +245,8 @@ class Program:
         results: one :class:`Leaf` per result leaf.
         shardings: for each argument leaf the sharding it was given with, ``None`` for one device.
         fingerprint: hash of the traced program and its shapes.
+        state: of a step over a mesh, the argument leaves whose layout the results that replace
+            them keep; ``None`` where arguments stay as they are given.
     """
 
     name: str
@@ -254,6 +256,7 @@ class Program:
     results: tuple[Leaf, ...]
     fingerprint: str
     shardings: tuple[Any, ...] = ()
+    state: frozenset[int] | None = None
     equations: int = 0
 
     def avals(self, hosting: Hosting | None = None) -> list[jax.ShapeDtypeStruct]:
@@ -282,30 +285,19 @@ class Program:
         """Where results go; ``None``, for one or all of them, leaves it to the compiler.
 
         A result in host memory must say so itself, as donation does not ask where the argument
-        was. On a mesh what takes the place of a donated argument is split as that is: left to
-        itself the compiler splits parameters whose optimizer's state is split (ZeRO-1), and the
-        next step would be another program.
+        was, and so must one that replaces state that is laid out over a mesh: XLA would give the
+        parameters of a step with a split optimizer state back split (ZeRO-1), and the next step
+        would be another program.
         """
-        if not hosting and not self.sharded:
+        if not hosting and not self.replaced:
             return None
-        layouts, places = self.layouts(hosting), self.places
-        pinned = {
-            n
-            for n, position in places.items()
-            if (layout := layouts[position]) is not None and layout.num_devices > 1
-        }
-        if hosting:
-            pinned |= hosting.results
+        layouts, places = self.layouts(hosting), {**self.places, **self.replaced}
+        pinned = {*self.replaced, *(hosting.results if hosting else ())}
         return [layouts[places[n]] if n in pinned else None for n in range(len(self.block.outputs))]
 
     def host_bytes(self, hosting: Hosting) -> int:
         """Bytes of the inputs that live in host memory, on each device's part."""
-        layouts = self.layouts()
-        return sum(
-            v.nbytes if layouts[n] is None else _shard_bytes(v.aval, layouts[n])
-            for n, v in enumerate(self.block.inputs)
-            if n in hosting.inputs
-        )
+        return sum(nbytes for n, nbytes in enumerate(self.input_bytes) if n in hosting.inputs)
 
     @property
     def sharded(self) -> bool:
@@ -313,19 +305,51 @@ class Program:
         return any(s is not None and s.num_devices > 1 for s in self.shardings)
 
     @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes that arguments are laid out over."""
+        named = [s.mesh.shape for s in self.shardings if isinstance(s, NamedSharding)]
+        sizes = next((shape for shape in named if math.prod(shape.values()) > 1), {})
+        return tuple((str(name), size) for name, size in sizes.items())
+
+    @property
+    def split(self) -> tuple[tuple[str, str], ...]:
+        """The argument leaves that are split over several devices: their paths, and how."""
+        layouts = self.layouts()[len(self.consts) :]
+        return tuple(
+            (leaf.path, str(getattr(layout, "spec", layout)))
+            for leaf, layout in zip(self.arguments, layouts, strict=True)
+            if layout is not None and not layout.is_fully_replicated
+        )
+
+    @property
     def argument_bytes(self) -> int:
         """Bytes of captured constants and all arguments, on each device."""
-        return sum(
+        return sum(self.input_bytes)
+
+    @functools.cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Bytes of each input of the block, on each device."""
+        return tuple(
             v.nbytes if sharding is None else _shard_bytes(v.aval, sharding)
             for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
         )
 
+    @functools.cached_property
+    def result_bytes(self) -> tuple[int, ...]:
+        """Bytes of each result on each device, before donation.
+
+        Those whose layout is left to the compiler count as a whole.
+        """
+        given = self.out_shardings() or [None] * len(self.block.outputs)
+        return tuple(
+            aval_bytes(atom.aval) if sharding is None else _shard_bytes(atom.aval, sharding)
+            for atom, sharding in zip(self.block.outputs, given, strict=True)
+        )
+
     @property
     def output_bytes(self) -> int:
-        """Bytes of all results, before donation."""
-        return sum(
-            v.nbytes if isinstance(v, Value) else aval_bytes(v.aval) for v in self.block.outputs
-        )
+        """Bytes of all results on each device, before donation."""
+        return sum(self.result_bytes)
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -336,9 +360,23 @@ class Program:
     @functools.cached_property
     def places(self) -> dict[int, int]:
         """For each result that fits into a donated input of its shape and dtype, that input."""
-        from jaxmem.program.places import Places
+        from jaxmem.program.places import places
 
-        return Places(self).taken
+        return places(self)
+
+    @functools.cached_property
+    def replaced(self) -> dict[int, int]:
+        """For each result that replaces state over a mesh the input whose layout it keeps."""
+        from jaxmem.program.places import updates
+
+        if self.state is None:
+            layouts = self.layouts() if self.sharded else []
+            split = {n for n, s in enumerate(layouts) if s is not None and s.num_devices > 1}
+            return {n: at for n, at in self.places.items() if at in split}
+        first = len(self.consts)
+        state = {first + n for n in self.state}
+        found = {n: at for n, at in self.places.items() if at in state}
+        return {**updates(self, sorted(state - {*self.donated})), **found}
 
     @property
     def aliased_results(self) -> frozenset[int]:
@@ -364,7 +402,7 @@ class Program:
     @property
     def aliased_bytes(self) -> int:
         """Bytes that results share with donated arguments."""
-        return sum(aval_bytes(self.block.outputs[n].aval) for n in self.aliased_results)
+        return sum(self.result_bytes[n] for n in self.aliased_results)
 
     @property
     def fixed_bytes(self) -> int:

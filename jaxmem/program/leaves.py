@@ -79,6 +79,13 @@ def abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
+def laid_out(leaf: Any, sharding: Any) -> Any:
+    """Shape, dtype and weak type of a leaf, with the layout that it gets."""
+    aval = leaf if is_abstract(leaf) else jax.typeof(leaf)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
 def signature(leaf: Any, device: Any) -> Hashable:
     """Equal for leaves that one compiled step can take, arrays or not; asked at every call."""
     aval = leaf if _compat.is_concrete(leaf) else abstract(leaf)

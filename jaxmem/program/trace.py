@@ -31,6 +31,7 @@ def program_from_jaxpr(
     arguments: Sequence[Leaf],
     results: Sequence[Leaf],
     shardings: Sequence[Any] = (),
+    state: frozenset[int] | None = None,
 ) -> Program:
     """The program of a traced step.
 
@@ -40,6 +41,7 @@ def program_from_jaxpr(
         arguments: one leaf per input of the jaxpr.
         results: one leaf per output.
         shardings: one for each input that is laid out over several devices, ``None`` elsewhere.
+        state: the arguments whose layout the results that replace them keep.
 
     Returns:
         A program whose block takes the captured constants first, then the arguments.
@@ -63,6 +65,7 @@ def program_from_jaxpr(
         arguments=tuple(arguments),
         results=tuple(results),
         shardings=tuple(shardings),
+        state=state,
         fingerprint=_fingerprint(closed),
         equations=sum(1 for _ in _all_ops(block)),
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmem import _compat
 from jaxmem.errors import ArgumentError
-from jaxmem.program.calling import Call
+from jaxmem.program.call import Call
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.program.leaves import is_abstract
 from jaxmem.program.source import origin_of
@@ -183,7 +183,12 @@ class _Arguments:
 
     def _lasting_one(self, n: int) -> Any:
         leaf = self.leaves[n]
-        return self._copy(n) if _has_no_data(leaf) or not isinstance(leaf, jax.Array) else leaf
+        here = isinstance(leaf, jax.Array) and not _has_no_data(leaf)
+        return leaf if here and self._is_laid_out(n) else self._copy(n)
+
+    def _is_laid_out(self, n: int) -> bool:
+        leaf, layout = self.leaves[n], self.layouts[n]
+        return layout is None or leaf.sharding.is_equivalent_to(layout, leaf.ndim)
 
     def _copy(self, n: int) -> Any:
         """A leaf in buffers of its own; zeros where there is no data."""
@@ -194,6 +199,9 @@ class _Arguments:
             return jax.device_put(np.array(leaf, jax.typeof(leaf).dtype), layout)
         if layout is None:
             return jax.numpy.copy(leaf)
+        if not self._is_laid_out(n):
+            # What is whole on each device would share the buffer of the one that has it.
+            return jax.device_put(jax.numpy.copy(leaf), layout)
         return jax.device_put(leaf, layout, may_alias=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmem.errors import ArgumentError, PlanMismatchError, VerificationError
@@ -11,6 +11,7 @@ from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.schedule import StillKept, Turn
 from jaxmem.planner.segments import refusal, splittable
+from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.tries import Outcome, Tries
@@ -92,12 +93,39 @@ def _check_owner(compiler: Compiler, plan: Plan) -> None:
             f"the plan for {plan.function} was made for {plan.target}, and this is {target.name}. "
             f"Plan again for it, or pass target={plan.target!r}."
         )
+    _check_mesh(program, plan)
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "
             f"program or other shapes than {program.name} has here (program "
             f"{program.fingerprint}). Plan again for these arguments: {program.name}.plan(...)."
         )
+
+
+def _check_mesh(program: Program, plan: Plan) -> None:
+    """A plan counts the bytes of each device, so it is for one way to split arguments."""
+    if plan.mesh != program.mesh:
+        made, here = (_axes(mesh) for mesh in (plan.mesh, program.mesh))
+        there = f"for a mesh of {made}" if made else "without a mesh"
+        raise PlanMismatchError(
+            f"the plan for {plan.function} was made {there}, and here "
+            f"{f'it is {here}' if here else 'there is none'}. Plan again, or use the same mesh."
+        )
+    planned, split = dict(plan.split), dict(program.split)
+    for path in sorted({*planned, *split}):
+        if planned.get(path) != split.get(path):
+            was, now = (
+                f"split over {found[path]}" if path in found else "whole on each device"
+                for found in (planned, split)
+            )
+            raise PlanMismatchError(
+                f"the plan for {plan.function} was made with {path} {was}, and here it is {now}. "
+                "Plan again, or split the arguments as they were."
+            )
+
+
+def _axes(mesh: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh)
 
 
 def _check_names(compiler: Compiler, keep: Mapping[Turn, frozenset[str]]) -> None:

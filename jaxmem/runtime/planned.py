@@ -105,6 +105,8 @@ def plan_of(
         holders=describe.holders(program, search.nest, block, simulation),
         options=tuple(sorted(_options(compiler, chosen).items())),
         policy="" if compiler.policy is None else compiler.policy.to_json(),
+        mesh=program.mesh,
+        split=program.split,
     )
 
 

@@ -21,7 +21,8 @@ from jax.core import Tracer
 
 from jaxmem import _compat
 from jaxmem.program import leaves, nnx
-from jaxmem.program.calling import Call, Caller
+from jaxmem.program.call import Call
+from jaxmem.program.calling import Caller
 from jaxmem.runtime.step import Ran, Step, as_array, rebuilding
 
 # So many of the looks are of objects; what follows is of the arrays that they hold.

@@ -17,7 +17,8 @@ from jaxmem.errors import (
     StepInterruptedError,
     VerificationError,
 )
-from jaxmem.program.calling import Call, Traced
+from jaxmem.program.call import Call
+from jaxmem.program.calling import Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import guard, verify
@@ -186,9 +187,12 @@ def inputs(program: Program, call: Call) -> list[Any]:
 
 
 def where_planned(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:
-    """The arrays of a call in the memory that the plan has for each."""
+    """The arrays of a call in the memory that the plan has for each, and on the mesh of the step.
+
+    What is on no device in particular is split by the program itself, unless it is donated.
+    """
     first = len(program.consts)
-    if not hosting and not any(map(_is_on_host, ready)):
+    if not hosting and program.state is None and not any(map(_is_on_host, ready)):
         return ready
     found = list(ready)
     for n, (leaf, layout) in enumerate(zip(ready, program.layouts(hosting)[first:], strict=True)):
@@ -197,7 +201,15 @@ def where_planned(program: Program, hosting: Hosting, ready: list[Any]) -> list[
                 found[n] = jax.device_put(leaf, layout)
         elif _is_on_host(leaf) and getattr(layout, "memory_kind", None) != _PINNED:
             found[n] = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        elif program.state is not None and _is_elsewhere(leaf, layout):
+            if leaf.committed or program.arguments[n].donated:
+                found[n] = jax.device_put(leaf, layout)
     return found
+
+
+def _is_elsewhere(leaf: Any, layout: Any) -> bool:
+    """Whether an array of JAX's is laid out in another way."""
+    return isinstance(leaf, jax.Array) and not leaf.sharding.is_equivalent_to(layout, leaf.ndim)
 
 
 def _is_on_host(leaf: Any) -> bool:

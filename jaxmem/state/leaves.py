@@ -25,6 +25,7 @@ class StateLeaf:
 
     Attributes:
         path: where it is in the tree.
+        inner: where it is in its argument, if the tree is that of the arguments of a step.
         shape: of the whole array, and ``dtype``.
         nbytes: its bytes; those of the data of random keys.
         own: the spec that it carries; ``None`` for none.
@@ -37,6 +38,12 @@ class StateLeaf:
     nbytes: int
     own: PartitionSpec | None
     is_optimizers: bool
+    inner: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What patterns of paths may call it."""
+        return (self.path, self.inner) if self.inner else (self.path,)
 
 
 def leaves_of(tree: Any) -> tuple[list[StateLeaf], Any, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 from jaxmem.program import nnx
 
 
-def place(args: tuple[Any, ...], hosted: Mapping[int, Any] | None = None) -> tuple[Any, ...]:
-    """The arguments on the device, as committed as they were, or where the plan hosts them.
+def place(args: tuple[Any, ...], there: Mapping[int, Any] | None = None) -> tuple[Any, ...]:
+    """The arguments on the device, as committed as they were, or where the plan has them.
 
     Arrays that already are on a device stay there; NumPy arrays are moved; abstract values and
     everything that is not an array are returned as they are. An NNX object is returned itself:
@@ -20,13 +20,14 @@ def place(args: tuple[Any, ...], hosted: Mapping[int, Any] | None = None) -> tup
 
     Args:
         args: the arguments.
-        hosted: for the ``id`` of each leaf that lives in host memory, its sharding there.
+        there: for the ``id`` of each leaf that lives in host memory or on a mesh its sharding.
 
     >>> import numpy as np
     >>> type(place((np.ones(3), "static"))[0]).__name__
     'ArrayImpl'
     """
-    there = hosted or {}
+    # An array that is there twice stays one: donating what shares a buffer would be an error.
+    done: dict[int, Any] = {}
 
     def placed(leaf: Any) -> Any:
         if nnx.is_object(leaf):
@@ -35,8 +36,11 @@ def place(args: tuple[Any, ...], hosted: Mapping[int, Any] | None = None) -> tup
         return moved(leaf)
 
     def moved(leaf: Any) -> Any:
-        sharding = there.get(id(leaf))
-        return _on_device(leaf) if sharding is None else jax.device_put(leaf, sharding)
+        if there is None or id(leaf) not in there:
+            return _on_device(leaf)
+        if id(leaf) not in done:
+            done[id(leaf)] = jax.device_put(leaf, there[id(leaf)])
+        return done[id(leaf)]
 
     return jax.tree_util.tree_map(placed, args, is_leaf=nnx.is_object)
 

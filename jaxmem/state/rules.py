@@ -118,17 +118,17 @@ class Patterns:
 
     rules: Mapping[str, Any]
 
-    def check(self, paths: Collection[str]) -> None:
-        """Check that every pattern is of use.
+    def check(self, leaves: Collection[tuple[str, ...]]) -> None:
+        """Check that every pattern is of use to leaves, of which each may have several paths.
 
         Raises:
             ShardingError: one matches nothing, or its rule is none.
         """
         for pattern, rule in self.rules.items():
-            if not any(matches(path, pattern) for path in paths):
-                some = ", ".join(list(paths)[:5])
+            if not any(matches(names, pattern) for names in leaves):
+                some = ", ".join(names[0] for names in list(leaves)[:5])
                 raise ShardingError(
-                    f"the rule for {pattern!r} matches no leaf. There are {len(paths)}, for "
+                    f"the rule for {pattern!r} matches no leaf. There are {len(leaves)}, for "
                     f"instance {some}. A pattern matches a whole path; * stands for anything."
                 )
             if isinstance(rule, str):
@@ -139,10 +139,10 @@ class Patterns:
                     f"{', '.join(map(repr, NAMED))}, or None for a leaf that stays whole."
                 )
 
-    def find(self, path: str) -> tuple[bool, Any]:
-        """Whether there is a rule for a leaf, and which."""
+    def find(self, names: Collection[str]) -> tuple[bool, Any]:
+        """Whether there is a rule for a leaf of these paths, and which."""
         for pattern, rule in self.rules.items():
-            if matches(path, pattern):
+            if matches(names, pattern):
                 return True, rule
         return False, None
 
@@ -167,13 +167,14 @@ def check_name(rule: str) -> None:
         raise ShardingError(f"there is no rule {rule!r}; there are {', '.join(map(repr, NAMED))}.")
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern is for a path: ``*`` and ``?`` as in file names, ``[`` as it is.
+def matches(names: Collection[str], pattern: str) -> bool:
+    """Whether a pattern is for a path of a leaf: ``*`` and ``?`` as in file names, ``[`` as it is.
 
-    >>> matches("['opt_state'][0].mu['w']", "*.mu*")
+    >>> matches(["['opt_state'][0].mu['w']"], "*.mu*")
     True
     """
-    return fnmatch.fnmatchcase(path, pattern.replace("[", "[[]"))
+    escaped = pattern.replace("[", "[[]")
+    return any(fnmatch.fnmatchcase(name, escaped) for name in names)
 
 
 def _entry(entry: Any) -> tuple[str, ...]:

@@ -41,11 +41,13 @@ class Sharded:
             of an NNX object that of ``nnx.state`` of it.
         leaves: what each leaf costs, in the order of the tree.
         axes: the axes of the mesh and their sizes.
+        data_axes: those that the rows of a batch are split over.
     """
 
     shardings: Any
     leaves: tuple[ShardedLeaf, ...]
     axes: Mapping[str, int]
+    data_axes: tuple[str, ...] = ()
 
     @property
     def device_bytes(self) -> int:

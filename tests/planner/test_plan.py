@@ -64,6 +64,7 @@ def plain_instances(cls):
         "tuple[int, ...]": st.lists(st.integers(1, 9), min_size=1).map(tuple),
         "tuple[str, ...]": st.lists(st.text()).map(tuple),
         "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
+        "tuple[tuple[str, int], ...]": st.lists(st.tuples(st.text(), st.integers(1, 9))).map(tuple),
     }
     for part in (Decision, Round, Kept, Segmented, Holder):
         if cls is Plan:

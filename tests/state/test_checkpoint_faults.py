@@ -168,6 +168,14 @@ def test_several_devices(tmp_path):
     assert out.count("holds") == 4
 
 
+def _next_line(process) -> dict:
+    """What a script prints next; fails with what it said where it ended instead."""
+    line = process.stdout.readline()
+    if not line:
+        pytest.fail(process.communicate()[1])
+    return json.loads(line)
+
+
 @pytest.mark.parametrize(
     "kills", [pytest.param(6, id="few"), pytest.param(200, id="many", marks=pytest.mark.slow)]
 )
@@ -178,13 +186,10 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_checkpoint(tmp_path, ki
     for number in range(kills):
         process = run_script("killed_while_saving.py", str(tmp_path))
         assert process.stdout is not None
-        started = json.loads(process.stdout.readline() or "null")
-        if started is None:
-            pytest.fail(process.communicate()[1])
-        assert started["step"] >= newest, (number, started, newest)
-        last = started["step"]
+        last = _next_line(process)["step"]
+        assert last >= newest, (number, last, newest)
         for _ in range(rng.randrange(1, 12)):
-            last = json.loads(process.stdout.readline())["complete"]
+            last = _next_line(process)["complete"]
         threading_seconds = rng.random() * 0.02
         try:
             process.wait(timeout=threading_seconds)
