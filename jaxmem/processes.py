@@ -107,8 +107,8 @@ class Meeting:
 
     def tell(self, phase: str, mine: Any) -> None:
         """Say something, as JSON."""
-        key = self._key(phase, number())
-        _client().key_value_set(key, json.dumps(mine), allow_overwrite=True)
+        key, text = self._key(phase, number()), json.dumps(mine)
+        _answer(lambda: _client().key_value_set(key, text, allow_overwrite=True), self.timeout)
         self._told.append(key)
 
     def exchange(self, phase: str, mine: Any) -> list[Any]:
@@ -133,6 +133,8 @@ class Meeting:
         end = time.monotonic() + self.timeout
         found = {n: _get(self._key(phase, n), end) for n in numbers}
         missing = tuple(n for n, text in found.items() if text is None)
+        if number() in missing:  # It was said, so what was not heard is the coordinator.
+            raise _silent(self.timeout)
         if missing:
             raise ProcessError(
                 f"{joined(missing)} of {jax.process_count()} did not come within "
@@ -209,8 +211,9 @@ class Meeting:
     def clear(self) -> None:
         """Take back what this process said."""
         for key in self._told:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is nobody to tell.
-                _client().key_value_delete(key)
+            # Else there is nobody to tell.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ProcessError):
+                _answer(lambda key=key: _client().key_value_delete(key), _PIECE_SECONDS)
         self._told.clear()
 
     def report(self, mine: Any, error: Exception | None = None) -> Any:
@@ -248,7 +251,11 @@ def _get(key: str, end: float) -> str | None:
         left = end - time.monotonic()
         piece = max(1, round(1000 * min(left, _PIECE_SECONDS)))
         try:
-            return _client().blocking_key_value_get(key, piece)
+            # A coordinator that is there says within a piece that nothing is.
+            return _answer(
+                lambda piece=piece: _client().blocking_key_value_get(key, piece),
+                max(left, 0) + 2 * _PIECE_SECONDS,
+            )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise ProcessError(
@@ -257,6 +264,37 @@ def _get(key: str, end: float) -> str | None:
                 ) from error
         if left <= 0:
             return None
+
+
+def _answer(ask: Callable[[], Any], timeout: float) -> Any:
+    """What the coordinator answers; calls of JAX wait forever for one that is stopped."""
+    answers: list[tuple[Any, Exception | None]] = []
+
+    def asking() -> None:
+        try:
+            answers.append((ask(), None))
+        except Exception as error:
+            answers.append((None, error))
+
+    thread = threading.Thread(target=asking, daemon=True, name="jaxmem_asks")
+    thread.start()
+    end = time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < end:
+        thread.join(_PIECE_SECONDS)
+    if not answers:
+        raise _silent(timeout)
+    result, error = answers[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _silent(timeout: float) -> ProcessError:
+    return ProcessError(
+        f"the coordinator, which runs in process 0, did not answer within {timeout:g} s: it "
+        "is stopped, or this machine does not reach it.",
+        processes=(0,),
+    )
 
 
 def _digest(text: str) -> str:

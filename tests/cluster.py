@@ -23,7 +23,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def initialize(heartbeat_timeout_seconds: int = 100) -> int:
+def initialize(shutdown_timeout_seconds: int = 20) -> int:
     """In a script: join the others; its first arguments are those of :func:`started`.
 
     Returns:
@@ -34,8 +34,7 @@ def initialize(heartbeat_timeout_seconds: int = 100) -> int:
         f"127.0.0.1:{port}",
         count,
         number,
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=20,
+        shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
     return number
 

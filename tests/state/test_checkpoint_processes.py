@@ -10,6 +10,7 @@ import pytest
 
 import jaxmem
 from tests import cluster
+from tests.state.lost_process import W as LOST_W
 from tests.state.several_processes import W
 
 HERE = Path(__file__).parent
@@ -44,3 +45,35 @@ def test_a_timeout_is_a_positive_number(tmp_path, timeout):
         jaxmem.save(tmp_path, {"w": np.ones(3)}, step=0, timeout=timeout)
     with pytest.raises(jaxmem.ArgumentError, match="timeout="):
         jaxmem.restore(tmp_path, {"w": np.ones(3)}, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    "lost, signal, when",
+    [
+        (1, "SIGKILL", "before"),
+        (1, "SIGSTOP", "before"),
+        (1, "SIGKILL", "writing"),
+        (1, "SIGSTOP", "restoring"),
+        (0, "SIGSTOP", "before"),
+        (0, "SIGKILL", "before"),
+    ],
+)
+def test_a_lost_process_is_named_and_the_checkpoint_before_it_is_there(
+    tmp_path, lost, signal, when
+):
+    with cluster.started(
+        HERE / "lost_process.py", str(tmp_path), str(lost), signal, when
+    ) as processes:
+        out, err = processes[1 - lost].communicate(timeout=60)
+    if (lost, signal) == (0, "SIGKILL"):
+        # The coordinator was in it: JAX may end those that are left before they can say anything.
+        assert "ProcessError" in out or processes[1].returncode != 0, err
+    else:
+        assert out.startswith("ProcessError: "), (out, err)
+        assert f"process {lost}" in out, out
+    assert [p.name for p in sorted(tmp_path.iterdir()) if p.name.isdecimal()] == ["0"]
+    like = {"w": np.zeros_like(LOST_W), "step": 0}
+    np.testing.assert_array_equal(jaxmem.restore(tmp_path, like)["w"], LOST_W)
+    jaxmem.save(tmp_path, {"w": LOST_W + 5, "step": 5}, step=5, wait=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "5"], "leftovers"
+    np.testing.assert_array_equal(jaxmem.restore(tmp_path, like)["w"], LOST_W + 5)
