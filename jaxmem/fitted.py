@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmem import processes
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.deadline import Deadline, check_time_limit
 from jaxmem.planner.plan import Plan
@@ -23,7 +24,7 @@ from jaxmem.program import nnx
 from jaxmem.program.call import Call, differ_only_in_memory
 from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
-from jaxmem.runtime import choosing, following, microbatches, policed, rounds, streamed
+from jaxmem.runtime import agreed, choosing, following, microbatches, policed, rounds, streamed
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns
 from jaxmem.runtime.bench import Bench, check_measure
@@ -310,59 +311,88 @@ class FittedStep:
     def _fit(self, call: Call) -> tuple[Traced, Outcome]:
         traced = self._trace(call)
         if call.key not in self._outcomes:
-            target = self._target()
+            target, program = self._target(), traced.program
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
-            settings = {"check": bool(self._verify), "policy": self._policy, "deadline": deadline}
-            compiler_of = functools.partial(Compiler, target=target, **settings)
-            bench = Bench(call, target) if self._measure else None
-            if bench is not None:
-                bench.check(traced.program)
-            telling = progress(self._progress, f"planning {self._caller.name}")
-
-            def streaming(asked: Asked) -> Outcome:
-                return streamed.fit(
-                    traced.program, asked, compiler_of, target, budget_bytes, report
-                )
-
-            def one_program(host_bytes: int | None) -> Outcome:
-                compiler = compiler_of(traced.program)
-                return rounds.fit(
-                    compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench
-                )
-
-            with telling as report, tracing_for(target):
-                asked, host_bytes = self._streamed(traced, target), self._host_bytes(target)
-                if isinstance(asked, Auto):
-                    here = functools.partial(one_program, host_bytes)
-                    outcome = choosing.fit(
-                        traced.program, here, streaming, target, host_bytes, deadline
+            host_bytes = self._host_bytes(target)
+            decide = functools.partial(self._decide, call, target)
+            if agreed.is_shared(program):
+                if self._time_limit is not None:
+                    raise ArgumentError(
+                        f"{program.name}: time_limit= in {jax.process_count()} processes could "
+                        "choose another plan on each. Plan once with it, save the plan, and pass "
+                        "it to all: fit(..., plan=Plan.load(path))."
                     )
-                elif asked is not None:
-                    outcome = streaming(asked)
-                elif self._given is not None:
-                    self._check_host(self._given, target)
-                    compiler = compiler_of(traced.program)
-                    outcome = following.follow(compiler, self._given, budget_bytes, report)
-                elif traced.automatic:
-                    trace = functools.partial(self._caller.trace, call)
-                    self._traced[call.key], outcome = microbatches.fit(
-                        traced,
-                        trace,
-                        compiler_of(traced.program),
-                        budget_bytes,
-                        report,
-                        host_bytes=host_bytes,
-                        bench=bench,
+                settings = [
+                    f"{name}={value!r}"
+                    for name, value in (
+                        ("budget", self._budget),
+                        ("target", target.name),
+                        ("host_budget", self._host_budget),
+                        ("donated", [a.path for a in program.arguments if a.donated]),
                     )
-                else:
-                    outcome = one_program(host_bytes)
+                ]
+                outcome = agreed.fit(
+                    program, settings, budget_bytes, host_bytes, self._given, decide
+                )
+            else:
+                outcome = decide(budget_bytes, host_bytes, self._given)
             if self._meshed is not None:
                 plan = outcome.plan
                 notes = (*plan.notes, *self._meshed.laid(call).notes)
                 outcome = replace(outcome, plan=replace(plan, notes=notes))
             self._outcomes[call.key] = outcome
         return self._traced[call.key], self._outcomes[call.key]
+
+    def _decide(
+        self,
+        call: Call,
+        target: Target,
+        budget_bytes: int,
+        host_bytes: int | None,
+        given: Plan | None,
+    ) -> Outcome:
+        """Plan for a target, or follow a plan."""
+        traced = self._traced[call.key]
+        deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
+        settings = {"check": bool(self._verify), "policy": self._policy, "deadline": deadline}
+        compiler_of = functools.partial(Compiler, target=target, **settings)
+        bench = Bench(call, target) if self._measure else None
+        if bench is not None:
+            bench.check(traced.program)
+        is_quiet = agreed.is_shared(traced.program) and processes.number() != 0
+        telling = progress(False if is_quiet else self._progress, f"planning {self._caller.name}")
+
+        def streaming(asked: Asked) -> Outcome:
+            return streamed.fit(traced.program, asked, compiler_of, target, budget_bytes, report)
+
+        def one_program(host_bytes: int | None) -> Outcome:
+            compiler = compiler_of(traced.program)
+            return rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench)
+
+        with telling as report, tracing_for(target):
+            asked = self._streamed(traced, target)
+            if isinstance(asked, Auto):
+                here = functools.partial(one_program, host_bytes)
+                return choosing.fit(traced.program, here, streaming, target, host_bytes, deadline)
+            if asked is not None:
+                return streaming(asked)
+            if given is not None:
+                self._check_host(given, target)
+                return following.follow(compiler_of(traced.program), given, budget_bytes, report)
+            if traced.automatic:
+                trace = functools.partial(self._caller.trace, call)
+                compiler = compiler_of(traced.program)
+                self._traced[call.key], outcome = microbatches.fit(
+                    traced,
+                    trace,
+                    compiler,
+                    budget_bytes,
+                    report,
+                    host_bytes=host_bytes,
+                    bench=bench,
+                )
+                return outcome
+            return one_program(host_bytes)
 
 
 def _put_back(arguments: Any, results: Any) -> Any:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxmem import _compat, errors
 from jaxmem.errors import BudgetInfeasibleError, Holder, JaxmemError, ProcessError
@@ -37,6 +39,21 @@ def several() -> bool:
 def number() -> int:
     """The number of this process."""
     return jax.process_index()
+
+
+def put(array: Any, sharding: Any) -> jax.Array:
+    """An array moved to a sharding; over several processes each gives its parts of the whole.
+
+    ``jax.device_put`` would have all processes compare what they have, on their devices.
+    """
+    here = not isinstance(array, jax.Array) or array.is_fully_addressable
+    if sharding.is_fully_addressable or not here:
+        return jax.device_put(array, sharding)
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(array), sharding)  # Its last dimension stays whole.
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def check_timeout(timeout: Any) -> None:
@@ -223,8 +240,10 @@ class Meeting:
         if not isinstance(error, JaxmemError):
             text = f"process {number()} failed to {self.doing}: {type(error).__name__}: {error}"
             error = ProcessError(text, processes=(number(),))
-        more = {
-            name: value for name, value in vars(error).items() if isinstance(value, int | str | tuple)
+        more: dict[str, Any] = {
+            name: value
+            for name, value in vars(error).items()
+            if isinstance(value, int | str | tuple)
         }
         if isinstance(error, BudgetInfeasibleError):
             more["holders"] = [asdict(holder) for holder in error.holders]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem import processes
 from jaxmem.errors import (
     AbstractCallError,
     DonatedBufferError,
@@ -202,9 +203,16 @@ def where_planned(program: Program, hosting: Hosting, ready: list[Any]) -> list[
         elif _is_on_host(leaf) and getattr(layout, "memory_kind", None) != _PINNED:
             found[n] = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
         elif program.state is not None and _is_elsewhere(leaf, layout):
-            if leaf.committed or program.arguments[n].donated:
-                found[n] = jax.device_put(leaf, layout)
+            if leaf.committed or program.arguments[n].donated or _is_shared(layout):
+                found[n] = processes.put(leaf, layout)
+        elif program.state is not None and _is_shared(layout) and not isinstance(leaf, jax.Array):
+            found[n] = processes.put(leaf, layout)
     return found
+
+
+def _is_shared(layout: Any) -> bool:
+    """Whether it is over several processes: no program splits what one of them has."""
+    return layout is not None and not layout.is_fully_addressable
 
 
 def _is_elsewhere(leaf: Any, layout: Any) -> bool:

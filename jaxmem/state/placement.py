@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem import processes
 from jaxmem.program import nnx
 
 
@@ -39,7 +40,7 @@ def place(args: tuple[Any, ...], there: Mapping[int, Any] | None = None) -> tupl
         if there is None or id(leaf) not in there:
             return _on_device(leaf)
         if id(leaf) not in done:
-            done[id(leaf)] = jax.device_put(leaf, there[id(leaf)])
+            done[id(leaf)] = processes.put(leaf, there[id(leaf)])
         return done[id(leaf)]
 
     return jax.tree_util.tree_map(placed, args, is_leaf=nnx.is_object)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem import _compat
+from jaxmem import _compat, processes
 from jaxmem.state import ondisk
 from jaxmem.state.contents import Contents
 
@@ -83,13 +83,6 @@ def _placed(found: Any, like: Any) -> Any:
         return np.asarray(found)
     sharding = _sharding(like)
     if not isinstance(found, jax.Array):
-        found = jnp.asarray(found) if sharding is None else _put(found, sharding)
+        found = jnp.asarray(found) if sharding is None else processes.put(found, sharding)
     is_weak = getattr(like, "weak_type", False)
     return _compat.weakly_typed(found) if is_weak else found
-
-
-def _put(array: np.ndarray, sharding: Any) -> jax.Array:
-    if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    # device_put would have all processes compare what they have, on their devices.
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -97,7 +97,9 @@ def main(directory: Path) -> None:
     expected = state()
 
     # Of one process, which saved before.
-    like = {str(n): jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=s) for n, s in enumerate(places())}
+    like = {
+        str(n): jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=s) for n, s in enumerate(places())
+    }
     found = jaxmem.restore(directory / "one", like)
     same(found, {str(n): put(W, place) for n, place in enumerate(places())})
     print("one to several: holds")
