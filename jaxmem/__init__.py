@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from jaxmem.program.accumulating import accumulate
     from jaxmem.program.microbatches import AUTO
     from jaxmem.state.checkpoint import restore, save
+    from jaxmem.state.preemption import preempted
     from jaxmem.state.sharding import shard
     from jaxmem.targets.target import Target
 
@@ -56,6 +57,7 @@ __all__ = [
     "frontier",
     "plan",
     "policies",
+    "preempted",
     "remat",
     "restore",
     "save",
@@ -85,6 +87,7 @@ _HOMES = {
     "fit": "jaxmem.fit",
     "frontier": "jaxmem.frontier",
     "plan": "jaxmem.beforehand",
+    "preempted": "jaxmem.state.preemption",
     "remat": "jaxmem.policies.apply",
     "restore": "jaxmem.state.checkpoint",
     "save": "jaxmem.state.checkpoint",
