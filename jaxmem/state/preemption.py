@@ -36,8 +36,8 @@ def preempted(step: int) -> bool:
 
     Call it after every step, on every process, with the number of the step. From the first call on
     SIGTERM, which SLURM, Kubernetes and cloud providers send before they take a machine, no longer
-    ends the process; a second one does. Under ``jax.distributed`` a signal to one process is enough,
-    and all are told at the same step, one that none of them has reached yet.
+    ends the process; a second one does. Under ``jax.distributed`` a signal to one process is
+    enough, and all are told at the same step, one that none of them has reached yet.
 
     Args:
         step: its number; under ``jax.distributed`` it must grow by one from call to call.
