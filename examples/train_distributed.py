@@ -4,8 +4,9 @@ On one machine, two processes with two CPU devices each: ``python examples/train
 --local 2 --devices 2 /tmp/run``. On the GPUs of one machine: without ``--local``. On a cluster, one
 process for each GPU: ``srun python examples/train_distributed.py --cluster /shared/run``.
 
-Run it again after ``kill -9`` and it goes on from the newest checkpoint, to the same losses. Told
-to stop (SIGTERM), it saves and exits with code 0.
+Run it again after ``kill -9`` and it goes on from the newest checkpoint, on CPUs to the very same
+losses; on GPUs XLA may choose other kernels in each process. Told to stop (SIGTERM), it saves and
+exits with code 0.
 """
 
 from __future__ import annotations
