@@ -391,6 +391,11 @@ def at_shutdown(finish: Callable[[], None]) -> Callable[[], None]:
 # --- several processes -------------------------------------------------------------------------
 
 
+def preemption_service_enabled() -> bool:
+    """Whether ``jax.distributed.initialize`` starts what tells all processes of a SIGTERM."""
+    return bool(jax.config.jax_enable_preemption_service)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def distributed_client() -> Any:
     """The client of ``jax.distributed``; ``None`` where it was not initialised."""
     return distributed.global_state.client

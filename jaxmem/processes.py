@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -141,14 +142,19 @@ class Meeting:
             self.clear()  # Who comes late finds nobody here, rather than half of a meeting.
             raise
 
-    def hear(self, phase: str, numbers: Sequence[int]) -> list[Any]:
+    def hear(self, phase: str, numbers: Sequence[int], patient: bool = False) -> list[Any]:
         """What some processes say in a round, which others need not hear.
+
+        Args:
+            phase: the round.
+            numbers: of those processes.
+            patient: wait for as long as the coordinator answers.
 
         Raises:
             ProcessError: some of them say nothing.
         """
-        end = time.monotonic() + self.timeout
-        found = {n: _get(self._key(phase, n), end) for n in numbers}
+        end = math.inf if patient else time.monotonic() + self.timeout
+        found = {n: _get(self._key(phase, n), end, self.timeout) for n in numbers}
         missing = tuple(n for n, text in found.items() if text is None)
         if number() in missing:  # It was said, so what was not heard is the coordinator.
             raise _silent(self.timeout)
@@ -181,16 +187,20 @@ class Meeting:
             raise _from_json(all_said[failed[0]][1], failed[0])
         return [its for its, _ in all_said]
 
-    def by_first(self, phase: str, do: Callable[[], Any]) -> Any:
-        """What ``do`` returns on process 0, the only one that calls it; all raise its errors."""
+    def by_first(self, phase: str, do: Callable[[], Any], patient: bool = False) -> Any:
+        """What ``do`` returns on process 0, the only one that calls it; all raise its errors.
+
+        With ``patient`` the others give it as long as it takes: the coordinator runs in process 0,
+        so it is known to be there.
+        """
         if number():
-            its, error = self.hear(phase, [0])[0]
+            its, error = self.hear(phase, [0], patient)[0]
             if error is not None:
                 raise _from_json(error, 0)
             return its
         try:
             mine = do()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: the others must not wait for it.
             self.tell(phase, self.report(None, error))
             raise
         self.tell(phase, self.report(mine))
@@ -233,7 +243,7 @@ class Meeting:
                 _answer(lambda key=key: _client().key_value_delete(key), _PIECE_SECONDS)
         self._told.clear()
 
-    def report(self, mine: Any, error: Exception | None = None) -> Any:
+    def report(self, mine: Any, error: BaseException | None = None) -> Any:
         """What :meth:`together` says of this process: what it has done, or why it could not."""
         if error is None:
             return [mine, None]
@@ -264,8 +274,12 @@ def _client() -> Any:
     return client
 
 
-def _get(key: str, end: float) -> str | None:
-    """What is said under a key; ``None`` where it is not before ``end``."""
+def _get(key: str, end: float, timeout: float) -> str | None:
+    """What is said under a key; ``None`` where it is not before ``end``.
+
+    Raises:
+        ProcessError: the coordinator does not answer, for ``timeout`` seconds or for good.
+    """
     while True:
         left = end - time.monotonic()
         piece = max(1, round(1000 * min(left, _PIECE_SECONDS)))
@@ -273,7 +287,7 @@ def _get(key: str, end: float) -> str | None:
             # A coordinator that is there says within a piece that nothing is.
             return _answer(
                 lambda piece=piece: _client().blocking_key_value_get(key, piece),
-                max(left, 0) + 2 * _PIECE_SECONDS,
+                min(max(left, 0), timeout) + 2 * _PIECE_SECONDS,
             )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, Sharding
 
 from jaxmem import processes
@@ -58,6 +59,7 @@ def fit(
             or, which should not be, they would run different programs.
         JaxmemError: what ``decide`` raised on any of them.
     """
+    _check_all_there(program)
     meeting = processes.meet(f"plan {program.name}", _ARRIVE_SECONDS)
     hint = "Run the same code with the same settings, shapes and layouts on all."
     meeting.check_same("question", _question(program, settings, given), "the step", hint)
@@ -78,6 +80,19 @@ def fit(
             processes=(),
         )
     return outcome
+
+
+def _check_all_there(program: Program) -> None:
+    """Processes without a device of the step do not come to plan it: it would wait for them."""
+    devices = {d for s in program.shardings if isinstance(s, Sharding) for d in s.device_set}
+    missing = tuple(sorted({*range(jax.process_count())} - {d.process_index for d in devices}))
+    if missing:
+        raise ProcessError(
+            f"{program.name} is laid out over devices of some processes only, without those of "
+            f"{processes.joined(missing)}. jaxmem plans a step over several processes with all of "
+            "them: make the mesh of devices of each, or of this process alone.",
+            processes=missing,
+        )
 
 
 def _decided(meeting: Meeting, phase: str, decide: Callable[[], Outcome]) -> tuple[Outcome, bool]:

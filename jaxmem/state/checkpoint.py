@@ -145,12 +145,11 @@ def restore(
     """
     processes.check_timeout(timeout)
     path = ondisk.resolved(directory)
-    with writing.lock:
-        writer = writing.writing_in(path)
-        if writer is not None:
-            writer.wait()
     if processes.several():
-        return together.restore(path, like, step, timeout)
+        with writing.lock:
+            return together.restore(path, like, step, timeout)
+    with writing.lock:
+        writing.settle(path)
     place = ondisk.place_of(path, step)
     contents = contents_of(like)
     manifest = ondisk.manifest_of(place)

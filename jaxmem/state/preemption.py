@@ -8,10 +8,13 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from jaxmem import processes
+from jaxmem import _compat, processes
 from jaxmem.errors import ArgumentError
 
 _listener: _Listener | None = None
+# The step of the first call: JAX's service counts from 0, and stops one after the largest it was
+# told. A run that goes on at step 100 would never come to the 1 of a signal that came before.
+_first: int | None = None
 
 
 class _Listener:
@@ -36,15 +39,17 @@ def preempted(step: int) -> bool:
 
     Call it after every step, on every process, with the number of the step. From the first call on
     SIGTERM, which SLURM, Kubernetes and cloud providers send before they take a machine, no longer
-    ends the process; a second one does. Under ``jax.distributed`` a signal to one process is
-    enough, and all are told at the same step, one that none of them has reached yet.
+    ends the process; a second one does. Under ``jax.distributed``, from its start on, a signal to
+    one process is enough, and all are told at the same step, one that none of them has reached yet;
+    no further signal ends them, ``SIGKILL`` does.
 
     Args:
-        step: its number; under ``jax.distributed`` it must grow by one from call to call.
+        step: its number; under ``jax.distributed`` it must grow by one from call to call, from the
+            same first one on all processes.
 
     Raises:
-        ArgumentError: ``step`` is no number, or this is not the main thread, which Python wants
-            for signals.
+        ArgumentError: ``step`` is no number, this is not the main thread, which Python wants for
+            signals, or JAX's preemption service is switched off.
 
     The agreement of several processes is that of JAX's preemption service
     (``jax.experimental.multihost_utils.reached_preemption_sync_point``).
@@ -58,7 +63,7 @@ def preempted(step: int) -> bool:
     if isinstance(step, bool) or not isinstance(step, int):
         raise ArgumentError(f"step={step!r}: give the number of the step.")
     if processes.several():
-        return bool(multihost_utils.reached_preemption_sync_point(step))
+        return _told_together(step)
     global _listener
     if _listener is None:
         if threading.current_thread() is not threading.main_thread():
@@ -69,3 +74,14 @@ def preempted(step: int) -> bool:
             )
         _listener = _Listener()
     return _listener.is_told
+
+
+def _told_together(step: int) -> bool:
+    global _first
+    if not _compat.preemption_service_enabled():
+        raise ArgumentError(
+            "jaxmem.preempted needs JAX's preemption service, and jax_enable_preemption_service is "
+            "False. Leave it on before jax.distributed.initialize()."
+        )
+    _first = step if _first is None else _first
+    return bool(multihost_utils.reached_preemption_sync_point(step - _first + 1))

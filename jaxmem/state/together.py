@@ -31,9 +31,15 @@ def save(
     path: Path, take: Callable[[], Contents], step: int, keep: int | None, timeout: float
 ) -> tuple[Contents, writing.Writer]:
     """Begin to save on all processes what ``take`` returns on each."""
-    writer = writing.ready(path, keep, lambda: Shared(path, keep))
     meeting = processes.meet(f"save checkpoint {step} in {path}", timeout)
-    taken: list[Contents] = []
+    # That the one before failed may be known here and not there: all say so, or none.
+    writers: list[Shared] = []
+
+    def before() -> None:
+        writers.append(writing.ready(path, keep, lambda: Shared(path, keep)))
+
+    meeting.together("before", before)
+    writer, taken = writers[0], list[Contents]()
 
     def check() -> dict[str, str]:
         taken.append(take())
@@ -50,6 +56,7 @@ def restore(path: Path, like: Any, step: int | None, timeout: float) -> Any:
     """The state of a checkpoint on all processes, or the same error on all of them."""
     which = "the newest checkpoint" if step is None else f"checkpoint {step}"
     meeting = processes.meet(f"restore {which} of {path}", timeout)
+    meeting.together("before", lambda: writing.settle(path))
     number = meeting.by_first("which", lambda: int(ondisk.place_of(path, step).name))
     taken: list[tuple[Path, Contents, Manifest]] = []
 
@@ -147,7 +154,7 @@ class Shared:
                 next(self.path.glob(f"{step}.*/{ondisk.ARRAYS}*")).relative_to(self.path).as_posix()
             )
 
-        place = self.path / meeting.by_first("begin", begin)
+        place = self.path / meeting.by_first("begin", begin, patient=True)
         copied = threading.Event()
         if self._manager is not None:
             copied.set()
@@ -164,6 +171,7 @@ class Shared:
         if self._thread is not None:
             self._thread.join()
         if self.failed is not None:
+            writing.forget(self)  # Only now: it must have been said once.
             raise self.failed
 
     def close(self) -> None:
@@ -191,7 +199,6 @@ class Shared:
         try:
             work()
         except Exception as error:
-            writing.forget(self.path)  # The next one to save here begins anew.
             told = isinstance(error, JaxmemError)
             self.failed = error if told else CheckpointError(f"{self.path}: {error}")
 
@@ -211,7 +218,8 @@ def _write(
         error = found if told else ondisk.unwritten(path, nbytes, found)
         copied.set()
     meeting.exchange("written", meeting.report(None, error))
-    meeting.by_first("complete", lambda: None)  # It says what went wrong on any of them.
+    # It says what went wrong on any of them, when it has merged, renamed and deleted.
+    meeting.by_first("complete", lambda: None, patient=True)
 
 
 def _begin(split: Mapping[str, Any], place: Path) -> list[Any]:

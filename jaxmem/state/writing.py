@@ -53,21 +53,28 @@ class Others:
     written: Callable[[], None]
 
 
-def writing_in(path: Path) -> Writer | None:
-    """What is writing in a directory, or was the last to."""
-    return _open.get(path)
+def forget(writer: Writer) -> None:
+    """Have the next one to save in its directory begin anew."""
+    if _open.get(writer.path) is writer:
+        del _open[writer.path]
 
 
-def forget(path: Path) -> None:
-    """Have the next one to save in a directory begin anew."""
-    _open.pop(path, None)
+def settle(path: Path) -> None:
+    """Wait for what is being written in a directory.
+
+    Raises:
+        CheckpointError: it could not be written; it is said once.
+    """
+    found = _open.get(path)
+    if found is not None:
+        found.wait()
 
 
 def ready(path: Path, keep: int | None, make: Callable[[], Writer]) -> Any:
     """What writes in a directory, waiting for the checkpoint before."""
+    settle(path)
     found = _open.get(path)
     if found is not None:
-        found.wait()
         if found.keep == keep and path.is_dir():
             return found
         found.close()
@@ -159,7 +166,7 @@ class Directory:
         try:
             yield
         except Exception as error:
-            forget(self.path)
+            forget(self)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()
             told = isinstance(error, JaxmemError)

@@ -16,10 +16,15 @@ from tests import cluster
 def main(directory: Path) -> None:
     if int(sys.argv[2]) > 1:
         cluster.initialize()
-    for step in range(10_000):
+    first = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    if first:
+        # The signal comes before the first call, as while a resumed run plans its step.
+        print("starting", flush=True)
+        time.sleep(3)
+    for step in range(first, first + 10_000):
         time.sleep(0.01 * (1 + jax.process_index()))
         told = jaxmem.preempted(step)
-        if step == 3:
+        if step == first + 3:
             print("training", flush=True)
         if told:
             jaxmem.save(directory, {"w": np.ones(3), "step": step}, step=step, wait=True)

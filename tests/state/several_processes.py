@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem.errors import JaxmemError
+from jaxmem.state import writing
 from tests import cluster
 
 W = np.random.default_rng(0).random((16, 24)).astype(np.float32)
@@ -92,6 +95,45 @@ def blank(found: dict) -> dict:
     return jax.tree.map(other, found)
 
 
+def failing_meanwhile(run: Path, me: int, large: jax.Array) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step, pause in (
+        (4, 0.0),
+        (7, 2.0),
+    ):  # Until the next save it is known to one of them, or to both.
+        if me:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
+        jaxmem.save(run, {"w": large}, step=step)
+        time.sleep(pause * me)
+        text = said(lambda number=step + 1: jaxmem.save(run, {"w": large}, step=number))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "could not be written by process 1: " in text, text
+        jaxmem.save(run, {"w": large}, step=step + 2, keep=1, wait=True)
+    if me:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
+    jaxmem.save(run, {"w": large}, step=20)
+    time.sleep(2 * me)
+    text = said(lambda: jaxmem.restore(run, {"w": large}))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "could not be written by process 1: " in text, text
+    same(jaxmem.restore(run, {"w": large}), {"w": large})
+    print("a save that failed meanwhile is said once, on all: holds")
+
+
+def completing_slowly(run: Path, expected: dict) -> None:
+    ends = writing.Directory.wait
+
+    def slowly(directory) -> None:
+        time.sleep(4 * (threading.current_thread() is not threading.main_thread()))
+        ends(directory)
+
+    writing.Directory.wait = slowly
+    jaxmem.save(run, expected, step=31, keep=1, timeout=1.5).wait()
+    writing.Directory.wait = ends
+    same(jaxmem.restore(run, blank(expected)), expected)
+    print("a process that takes long to complete it: holds")
+
+
 def main(directory: Path) -> None:
     me = cluster.initialize()
     expected = state()
@@ -157,7 +199,11 @@ def main(directory: Path) -> None:
     assert [p.name for p in run.iterdir() if p.is_dir()] == ["3"], [*run.iterdir()]
     print("a process that cannot write: holds")
 
-    torn = run / "3" / "state"
+    failing_meanwhile(run, me, large)
+    jaxmem.save(run, expected, step=30, keep=1, wait=True)
+    completing_slowly(run, expected)
+
+    torn = run / "31" / "state"
     data = max((p for p in torn.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     whole = data.read_bytes()
     if me == 0:

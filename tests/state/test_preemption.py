@@ -58,6 +58,16 @@ def test_the_second_signal_ends_a_process(tmp_path):
     assert process.returncode == -signal.SIGTERM
 
 
+def test_a_signal_before_the_first_call_of_a_resumed_run_is_heard(tmp_path):
+    with cluster.started(SCRIPT, str(tmp_path), "100") as processes:
+        for process in processes:
+            assert process.stdout.readline() == "starting\n"
+        processes[1].send_signal(signal.SIGTERM)
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            assert (process.returncode, out.splitlines()[-1:]) == (0, ["stopped after 100"]), err
+
+
 @pytest.mark.parametrize("step", [True, "3", None, 1.0])
 def test_a_step_is_a_number(step):
     with pytest.raises(jaxmem.ArgumentError, match="step="):
