@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jaxmem.planner.links import Links
 from jaxmem.program.cost import Rates, op_seconds
 from jaxmem.program.fusion import Fusion, fuse
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value, aval_bytes
@@ -173,8 +174,8 @@ class Simulator:
         """Predicted time of a line whose computations alone take ``computing``.
 
         In a straight line each transfer starts when it is written out and its link is free, and
-        what needs it waits. The iterations of a loop follow each other without a pause, so that
-        the slowest of computing and the two links decides.
+        what needs it waits; :class:`Links` says how long it takes. The iterations of a loop follow
+        each other without a pause, so that the slowest of computing and the two links decides.
         """
         if not any(op.transfer for op in ops):
             return computing
@@ -182,17 +183,17 @@ class Simulator:
             sent = sum(self._link_seconds(op) for op in ops if op.transfer == "send")
             fetched = sum(self._link_seconds(op) for op in ops if op.transfer == "fetch")
             return max(computing, sent, fetched)
-        now, free = 0.0, {"send": 0.0, "fetch": 0.0}
-        ready: dict[Value, float] = {}
+        now, links = 0.0, Links(self.rates)
         for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True):
             if op.transfer:
-                start = max(now, free[op.transfer], *(ready.get(v, 0.0) for v in op.values))
-                free[op.transfer] = start + self._link_seconds(op)
-                ready[op.outputs[0]] = free[op.transfer]
+                (result,) = op.outputs
+                earliest = max([now, *(links.ended.get(v, 0.0) for v in op.values)])
+                links.copy(op.transfer, result, aval_bytes(result.aval), earliest)
                 continue
-            now = max([now, *(ready[v] for v in _waited(op, made, fusion) if v in ready)])
+            waited = (links.ended[v] for v in _waited(op, made, fusion) if v in links.ended)
+            now = max([now, *waited])
             now += self.seconds(op, kind, fusion) if made else 0.0
-        return max(now, *free.values())
+        return max(now, *links.free.values())
 
     def _link_seconds(self, op: Op) -> float:
         """Time that a transfer occupies its link."""

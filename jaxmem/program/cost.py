@@ -33,6 +33,8 @@ class Rates:
         convolving: FLOP/s of convolutions by dtype name, where it is not that of products. That of
             the gradients of their kernels is.
         beside_seconds: what a convolution takes for each place and tap beside its products.
+        duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
+            is as fast as alone.
     """
 
     flops: Mapping[str, float]
@@ -42,6 +44,7 @@ class Rates:
     d2d_bytes_per_second: float = 0.0
     convolving: Mapping[str, float] = field(default_factory=dict)
     beside_seconds: float = 0.0
+    duplex_bytes_per_second: float = 0.0
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""

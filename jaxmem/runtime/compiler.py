@@ -38,6 +38,7 @@ def rates_of(target: Target) -> Rates:
         target.d2d_bytes_per_second,
         convolving=_convolving(target),
         beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
+        duplex_bytes_per_second=target.duplex_bytes_per_second,
     )
 
 

@@ -116,7 +116,8 @@ def _exposed(search: Search, block: Block) -> float:
         return 0.0
     simulator = search.simulator
     rates = simulator.rates
-    free = replace(rates, d2h_bytes_per_second=math.inf, h2d_bytes_per_second=math.inf)
+    endless = dict.fromkeys(("d2h_bytes_per_second", "h2d_bytes_per_second"), math.inf)
+    free = replace(rates, **endless, duplex_bytes_per_second=0.0)
     return simulator.step(block).seconds - Simulator(free).step(block).seconds
 
 

@@ -1,0 +1,177 @@
+"""Where a step's time goes on a GPU, kernel by kernel, beside what is predicted for it.
+
+    python benchmarks/kernels.py unet3d --budget 39.10GiB 23.46GiB --json OUT    # on the device
+    JAX_PLATFORMS=cpu python benchmarks/kernels.py unet3d --budget 39GiB         # predicted only
+
+Plans a net of ``headline.py`` inside each budget (as written first), profiles one step and adds up
+its kernels by what they are: convolutions, matrix products, everything else. Beside each sum is
+that of the simulator. The longest kernels are listed with the bytes of their operands and results,
+by which one sees which are slower than the device's memory. Command buffers are off, so that each
+kernel is traced by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+
+import jax
+
+import jaxmem
+from benchmarks.headline import versions
+from benchmarks.predicted import measured_target
+from benchmarks.workloads.base import JaxWorkload
+from jaxmem.planner.simulate import Simulator
+from jaxmem.runtime.compiler import rates_of
+from jaxmem.targets.target import Target
+
+LISTED = 30
+_LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)(.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+
+
+def class_of(name: str) -> str:
+    """What a kernel is by the traced operation at its root."""
+    if "conv_general_dilated" in name:
+        return "convolutions"
+    return "products" if "dot_general" in name else "others"
+
+
+def array_bytes(text: str) -> int:
+    total = 0
+    for kind, dims in _ARRAY.findall(text):
+        bits = _BITS.search(kind)
+        size = int(bits.group()) if bits else 8
+        total += math.prod(int(d) for d in dims.split(",") if d) * max(size, 8) // 8
+    return total
+
+
+def instructions(text: str) -> dict[str, dict[str, Any]]:
+    """Of each instruction of a compiled program: its kind, where it comes from, its bytes."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in text.splitlines():
+        if (match := _LINE.match(line)) is None:
+            continue
+        name, made, kind, operands, rest = match.groups()
+        named = re.search(r'op_name="([^"]*)"', rest)
+        read = sum(found[o]["made"] for o in re.findall(r"%([\w.\-]+)", operands) if o in found)
+        found[name] = {
+            "kind": kind,
+            "op_name": named.group(1) if named else "",
+            "type": made[:100],
+            "made": array_bytes(made),
+            "nbytes": array_bytes(made) + read,
+        }
+    return found
+
+
+def kernel_events(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """HLO instruction, kernel and milliseconds of what ran on the first GPU."""
+    (path,) = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    streams = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and "Stream" in str(e["args"].get("name"))
+    }
+    first = min(pid for pid, _ in streams)
+    for e in events:
+        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams and e["pid"] == first:
+            yield str(e.get("args", {}).get("hlo_op", "")), e["name"], e["dur"] * 1e-3
+
+
+def profiled(step: Any, work: JaxWorkload, text: str) -> dict[str, Any]:
+    """The kernels of one step, added up and the longest of them."""
+    state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
+    (state, batch) = step.place(state, batch)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    known = instructions(text)
+    with tempfile.TemporaryDirectory() as name:
+        with jax.profiler.trace(name):
+            state, _ = step(state, batch)
+            jax.block_until_ready(state)
+        events = list(kernel_events(Path(name)))
+    sums: dict[str, float] = defaultdict(float)
+    kernels: dict[str, dict[str, Any]] = {}
+    for op, kernel, ms in events:
+        its = known.get(op, {"kind": "", "op_name": "", "type": "", "nbytes": 0})
+        sums[class_of(its["op_name"])] += ms
+        row = kernels.setdefault(op or kernel, {"ms": 0.0, "kernel": kernel[:80], **its})
+        row["ms"] += ms
+    longest = sorted(kernels.items(), key=lambda item: -item[1]["ms"])[:LISTED]
+    return {
+        "kernels_ms": dict(sums),
+        "longest": [{"op": op, **row} for op, row in longest],
+    }
+
+
+def predicted(outcome: Any, target: Target) -> dict[str, float]:
+    """Milliseconds of the simulator by the same classes."""
+    block, simulator = outcome.block, Simulator(rates_of(target))
+    sums: dict[str, float] = defaultdict(float)
+    seconds = simulator.seconds_of(block.inputs, block.ops, block.outputs)
+    for op, its in zip(block.ops, seconds, strict=True):
+        sums[class_of(op.name)] += its * 1e3
+    return dict(sums)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("net", choices=["resnet", "bert", "gpt", "unet3d"])
+    parser.add_argument("--size")
+    parser.add_argument("--budget", nargs="*", default=[])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    module = importlib.import_module(f"benchmarks.workloads.{options.net}")
+    size = options.size or next(iter(module.SIZES))
+    work = module.workload(module.SIZES[size])
+    on_gpu = jax.default_backend() == "gpu"
+    target = jaxmem.Target.local() if on_gpu else measured_target()
+    result: dict[str, Any] = {"net": options.net, "size": size, "versions": versions(), "rows": []}
+    shapes = (jax.eval_shape(work.state), jax.eval_shape(work.batch))
+    for budget in [None, *options.budget]:
+        fitted = functools.partial(jaxmem.fit, budget=budget, donate_argnums=0, progress=False)
+        step = fitted(work.step, target=None if on_gpu else target)
+        plan = step.plan(*shapes)
+        _, outcome = step._planned(shapes, {})
+        row: dict[str, Any] = {
+            "budget": budget,
+            "solver": plan.solver,
+            "predicted_ms": plan.predicted_seconds * 1e3,
+            "predicted_by_class_ms": predicted(outcome, target),
+        }
+        if on_gpu:
+            row |= profiled(step, work, outcome.compiled.executable.as_text())
+        else:
+            row["instructions"] = len(instructions(outcome.compiled.executable.as_text()))
+        result["rows"].append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "longest"}), flush=True)
+        for its in row.get("longest", ()):
+            where = its["op_name"][-90:]
+            rate = its["nbytes"] / max(its["ms"], 1e-9) / 1e6
+            print(f"{its['ms']:8.2f} ms {rate:7.0f} GB/s {its['type'][:40]:40s} {where}")
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
