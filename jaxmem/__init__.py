@@ -10,13 +10,11 @@ from jaxmem.errors import (
     ArgumentError,
     BudgetError,
     BudgetInfeasibleError,
+    DeviceOutOfMemoryError,
     JaxmemError,
-    MicrobatchError,
     PlanMismatchError,
     PolicyError,
     TraceError,
-    UnknownTargetError,
-    VerificationError,
 )
 
 if typing.TYPE_CHECKING:
@@ -24,6 +22,8 @@ if typing.TYPE_CHECKING:
     from jaxmem.beforehand import analyze, plan
     from jaxmem.fit import fit
     from jaxmem.frontier import frontier
+    from jaxmem.monitor.oom.explain import explain_oom
+    from jaxmem.monitor.track import track
     from jaxmem.planner.plan import Plan
     from jaxmem.planner.report import MemoryReport
     from jaxmem.policies.apply import remat
@@ -41,18 +41,17 @@ __all__ = [
     "ArgumentError",
     "BudgetError",
     "BudgetInfeasibleError",
+    "DeviceOutOfMemoryError",
     "JaxmemError",
     "MemoryReport",
-    "MicrobatchError",
     "Plan",
     "PlanMismatchError",
     "PolicyError",
     "Target",
     "TraceError",
-    "UnknownTargetError",
-    "VerificationError",
     "accumulate",
     "analyze",
+    "explain_oom",
     "fit",
     "frontier",
     "plan",
@@ -62,6 +61,7 @@ __all__ = [
     "restore",
     "save",
     "shard",
+    "track",
 ]
 
 # Errors of a narrow cause: their home is jaxmem.errors, and they can be had from here as well.
@@ -70,9 +70,12 @@ _NARROW = (
     "AutoOutsideFitError",
     "CheckpointError",
     "DonatedBufferError",
+    "MicrobatchError",
     "MissingPluginError",
     "ProcessError",
     "ShardingError",
+    "UnknownTargetError",
+    "VerificationError",
 )
 
 # These need jax, and `jaxmem --help` must not wait for it (nor may jax start before the command
@@ -84,6 +87,7 @@ _HOMES = {
     "Target": "jaxmem.targets.target",
     "accumulate": "jaxmem.program.accumulating",
     "analyze": "jaxmem.beforehand",
+    "explain_oom": "jaxmem.monitor.oom.explain",
     "fit": "jaxmem.fit",
     "frontier": "jaxmem.frontier",
     "plan": "jaxmem.beforehand",
@@ -92,6 +96,7 @@ _HOMES = {
     "restore": "jaxmem.state.checkpoint",
     "save": "jaxmem.state.checkpoint",
     "shard": "jaxmem.state.sharding",
+    "track": "jaxmem.monitor.track",
 }
 _MODULES = ("policies",)
 

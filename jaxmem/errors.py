@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# What someone typed into a shell or notebook, or has in a docstring; other names in angle brackets
+# are of generated code.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest")
+
 
 class JaxmemError(Exception):
     """Base of all jaxmem errors; catch it to catch any of them."""
@@ -115,6 +119,19 @@ class StepInterruptedError(JaxmemError, RuntimeError):
         self.resume = resume
 
 
+class DeviceOutOfMemoryError(JaxmemError, RuntimeError):
+    """Memory ran out in a fitted or tracked step; the original error is its cause.
+
+    Attributes:
+        explanation: what filled it, who holds that and what would help, a
+            :class:`~jaxmem.monitor.oom.explanation.Explanation`; it holds no arrays.
+    """
+
+    def __init__(self, message: str, *, explanation: Any):
+        super().__init__(message)
+        self.explanation = explanation
+
+
 class CheckpointError(JaxmemError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
 
@@ -154,9 +171,11 @@ class EntryPointError(JaxmemError, ValueError):
 def is_library(filename: str) -> bool:
     """Whether a frame of a traceback is in an installed library or in jaxmem, not the user's own.
 
-    >>> is_library(__file__), is_library("/home/someone/jax/train.py")
-    (True, False)
+    >>> is_library(__file__), is_library("/home/someone/jax/train.py"), is_library("<stdin>")
+    (True, False, False)
     """
+    if filename.startswith(_TYPED):
+        return False
     path = Path(filename)
     installed = "site-packages" in path.parts or "dist-packages" in path.parts
     standard = filename[:1] == "<" or path.is_relative_to(sysconfig.get_path("stdlib"))

@@ -16,7 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import processes
 from jaxmem.errors import ArgumentError, PlanMismatchError
-from jaxmem.planner.deadline import Deadline, check_time_limit
+from jaxmem.monitor.oom.failed import Fitted, out_of_memory
+from jaxmem.monitor.oom.steps import MOST_SEARCH_SECONDS
+from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.policies import Policy
@@ -24,13 +26,14 @@ from jaxmem.program import nnx
 from jaxmem.program.call import Call, differ_only_in_memory
 from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
-from jaxmem.runtime import agreed, choosing, following, microbatches, policed, rounds, streamed
+from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns
-from jaxmem.runtime.bench import Bench, check_measure
+from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import check_host_budget, parse_host_budget
+from jaxmem.runtime.options import as_python, check_options
 from jaxmem.runtime.profile import StepProfile, profiled
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.repeated import Repeats
@@ -69,26 +72,10 @@ class FittedStep:
         mesh: Mesh | AbstractMesh | None = None,
         shard: Any = None,
     ):
+        settings = dict(locals())
         functools.update_wrapper(self, fun, updated=())
-        if verify not in (True, False, "full"):
-            raise ArgumentError(f'verify is {verify!r}: it takes True, False or "full".')
-        if not (plan is None or isinstance(plan, Plan)):
-            raise ArgumentError(
-                f"plan is a {type(plan).__name__}: it takes a jaxmem.Plan, such as "
-                'Plan.load("plan.json").'
-            )
-        policed.check_type(policy)
-        check_measure(measure, plan)
-        check_time_limit(time_limit)
-        if plan is not None and time_limit is not None:
-            raise ArgumentError(
-                "fit(plan=..., time_limit=...): a plan has decided already and nothing is "
-                "searched. Leave time_limit out."
-            )
-        if plan is not None and policy is not None:
-            raise ArgumentError(
-                "fit(plan=..., policy=...): a plan has decided already. Leave one of them out."
-            )
+        self._settings = {n: v for n, v in settings.items() if n not in ("self", "fun")}
+        check_options(verify, plan, policy, measure, time_limit)
         if isinstance(fun, FittedStep):
             raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
         self._written = fun
@@ -115,6 +102,18 @@ class FittedStep:
 
         Under ``jax.disable_jit()`` the step runs as written, as it does under ``jax.jit``.
         """
+        try:
+            return self._run(args, kwargs)
+        except Exception as error:
+            tell = functools.partial(self._told, args, kwargs)
+            failed = out_of_memory(error, tell)
+            if failed is None:
+                raise
+        # The traceback keeps this frame, which must keep none of the arrays.
+        del args, kwargs, tell
+        raise failed
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             with standing_for(1):
                 return self._written(*args, **kwargs)
@@ -131,6 +130,35 @@ class FittedStep:
                 returned = nnx.put_back(ran.results)
         self._repeats.learn(given, (args, kwargs), call, step, ran, returned)
         return returned
+
+    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fitted | None:
+        """What is told of a step that ran out of memory; ``None`` if it was not compiled."""
+        with nnx.context((args, kwargs)):
+            call = self._returned(self._take(args, kwargs))
+        outcome = self._outcomes.get(call.key)
+        if outcome is None:
+            return None
+        program, target = self._traced[call.key].program, self._target()
+
+        def plan(budget_bytes: int, donate: tuple[int, ...], report: Report) -> Plan:
+            changed = {"budget": budget_bytes, "donate_argnums": donate, "progress": report}
+            limited = {"plan": None, "measure": False, "time_limit": MOST_SEARCH_SECONDS}
+            again = FittedStep(self._written, **{**self._settings, **changed, **limited})
+            return again.plan(*args, **kwargs)
+
+        return Fitted(
+            step=self,
+            name=self._caller.name,
+            program=program,
+            arguments=[*program.consts, *call.leaves],
+            donate=tuple(self._caller.donate),
+            options=as_python(self._settings),
+            report=lambda: report_on(
+                outcome.program(program), target, outcome.block, outcome.compiled
+            ),
+            plan=plan,
+            compiled_bytes=outcome.plan.compiled_bytes,
+        )
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = self._caller.take(args, kwargs)

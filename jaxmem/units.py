@@ -118,6 +118,19 @@ def format_budget(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
+def floor_budget(nbytes: int) -> str:
+    """Returns a size rounded down to two decimals, so that read back it is never too large.
+
+    >>> floor_budget(15354554417), parse_bytes(floor_budget(15354554417)) <= 15354554417
+    ('14.29GiB', True)
+    """
+    for unit, unit_bytes in _BINARY_UNITS:
+        if nbytes >= unit_bytes:
+            hundredths = nbytes * 100 // unit_bytes
+            return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
+    return f"{nbytes}B"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration with three significant digits, or minutes and seconds past a minute.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.errors import ArgumentError
+from jaxmem.errors import ArgumentError, DeviceOutOfMemoryError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.runtime.profile import StepProfile
@@ -22,7 +22,11 @@ class BoundStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        return self.__func__(self.__self__, *args, **kwargs)
+        try:
+            return self.__func__(self.__self__, *args, **kwargs)
+        except DeviceOutOfMemoryError:
+            del args, kwargs  # Its traceback keeps this frame.
+            raise
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """As :meth:`jaxmem.fitted.FittedStep.plan`."""

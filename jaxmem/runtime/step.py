@@ -54,11 +54,13 @@ class Step:
         traced: the step as the user wrote it.
         outcome: the plan and the program that follows it.
         local: runs it, given captured constants and then the arrays of all argument leaves.
+        waited: whether its first run was waited for.
     """
 
     traced: Traced
     outcome: Outcome
     local: Callable[[Sequence[Any]], Sequence[Any]]
+    waited: bool = False
 
     @classmethod
     def make(cls, traced: Traced, outcome: Outcome) -> Step:
@@ -107,6 +109,11 @@ class Step:
 
         with rebuilding(rebuild):
             made = self.local([*program.consts, *ready])
+            if not self.waited:
+                # What fails on the device, as memory that runs out does, fails here and not later
+                # in whatever reads a result. It has just been compiled: a step more is nothing.
+                jax.block_until_ready(made)
+                self.waited = True
             results = rebuild(made)
         for leaf, used, its in zip(given, ready, program.arguments, strict=True):
             # A copy was used up in its place.

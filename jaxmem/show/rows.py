@@ -232,7 +232,7 @@ def infeasible_grid(error: BudgetInfeasibleError, top: int = 10) -> Grid:
 
     holders = sorted(error.holders, key=lambda h: (-h.nbytes, h.name))
     title = f"what fills the smallest peak found, {format_budget(error.smallest_bytes)}"
-    more = _more(h.nbytes for h in holders[top:])
+    more = more_text(h.nbytes for h in holders[top:])
     header = ("bytes", "share", "kind", "name")
     return Grid(title, header, (3,), tuple(map(row, holders[:top])), more)
 
@@ -342,7 +342,7 @@ def _decision_grid(decisions: Sequence[Decision], top: int) -> Grid:
         header,
         (3, 5, 4, 6),
         tuple(map(row, ordered[:top])),
-        _more(d.nbytes for d in ordered[top:]),
+        more_text(d.nbytes for d in ordered[top:]),
     )
 
 
@@ -396,7 +396,7 @@ def _buffer_grid(buffers: Sequence[Buffer], whole: int, top: int) -> Grid:
     ordered = sorted(alike.items(), key=lambda item: (-sum(item[1]), item[0]))
     header = ("bytes", "share", "category", "buffer", "type", "source", "module or name")
     rows = tuple(row(*item) for item in ordered[:top])
-    more = _more(sum(sizes) for _, sizes in ordered[top:])
+    more = more_text(sum(sizes) for _, sizes in ordered[top:])
     return Grid("largest buffers at the peak", header, (3, 5, 4, 6), rows, more)
 
 
@@ -408,10 +408,10 @@ def _place(buffer: Buffer) -> str:
 def _sum_grid(title: str, what: str, sums: Mapping[str, int], whole: int, top: int) -> Grid:
     items = list(sums.items())
     rows = tuple((format_bytes(n), percent_text(n, whole), clean(name)) for name, n in items[:top])
-    more = _more(nbytes for _, nbytes in items[top:])
+    more = more_text(nbytes for _, nbytes in items[top:])
     return Grid(title, ("bytes", "share", what), (2,), rows, more)
 
 
-def _more(rest: Iterable[int]) -> str:
+def more_text(rest: Iterable[int]) -> str:
     sizes = list(rest)
     return f"… and {len(sizes)} more ({format_bytes(sum(sizes))})" if sizes else ""

@@ -1,0 +1,1 @@
+"""Errors of memory that ran out, explained: what filled it, who holds it, what would help."""

@@ -1,0 +1,98 @@
+"""What explanations of memory that ran out show, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxmem.monitor.holders import Holding
+from jaxmem.monitor.oom.explanation import Explanation, Fix
+from jaxmem.monitor.oom.texts import ReportedBuffer
+from jaxmem.show.html import page_html
+from jaxmem.show.pages import Item, Page
+from jaxmem.show.rows import NOTE_LIMIT, Grid, clean, more_text, percent_text, type_text
+from jaxmem.show.terminal import page_text
+from jaxmem.units import format_bytes
+
+_TOP = 8
+
+
+def explanation_text(explanation: Explanation, *, width: int | None = None) -> str:
+    """Returns an explanation as plain text, at most ``width`` cells wide."""
+    return page_text(explanation_page(explanation), width=width)
+
+
+def explanation_html(explanation: Explanation) -> str:
+    """Returns an explanation as an HTML fragment; names in it are escaped."""
+    return page_html(explanation_page(explanation))
+
+
+def explanation_page(explanation: Explanation) -> Page:
+    """Returns what an explanation shows: what happened, what would help, what is where."""
+    e = explanation
+    sentences = [e.message, *e.sentences, *(f"note: {note}" for note in e.notes)]
+    grids = [_holding_grid(e.holdings, e.live_bytes)]
+    if e.report is not None:
+        whole = e.report.peak_bytes
+        grids += [
+            _sums(f"{e.doing} at its peak, by source line", "line", e.report.by_source(), whole),
+            _sums(f"{e.doing} at its peak, by module", "module", e.report.by_module(), whole),
+        ]
+    if e.buffers:
+        grids.append(_buffer_grid(e.buffers))
+    return Page(
+        headline=clean(e.headline, NOTE_LIMIT),
+        sentences=tuple(clean(sentence, NOTE_LIMIT) for sentence in sentences),
+        items=tuple(_fix_item(n, fix) for n, fix in enumerate(e.fixes, 1)),
+        grids=tuple(grids),
+    )
+
+
+def _fix_item(number: int, fix: Fix) -> Item:
+    saves = ""
+    if fix.saves_bytes is not None:
+        saves = f" (saves {format_bytes(fix.saves_bytes)}, {fix.basis})"
+    lines = (clean(fix.code, NOTE_LIMIT),) if fix.code else ()
+    return Item(f"{number}. {clean(fix.what, NOTE_LIMIT)}{saves}", lines)
+
+
+def _holding_grid(holdings: Sequence[Holding], whole: int) -> Grid:
+    rows = tuple(
+        (
+            format_bytes(h.nbytes),
+            percent_text(h.nbytes, whole),
+            clean(h.name) + (f" in {clean(h.scope, 40)}" if h.scope else ""),
+            str(h.count),
+            f"{clean(h.largest)} {type_text(h.dtype, h.shape)}"
+            if h.count > 1
+            else type_text(h.dtype, h.shape),
+            clean(h.source),
+        )
+        for h in holdings
+    )
+    header = ("bytes", "share", "held by", "#", "largest", "made at")
+    return Grid("live arrays, and who holds them", header, (2, 5, 4), rows)
+
+
+def _sums(title: str, name: str, sums: Mapping[str, int], whole: int) -> Grid:
+    ordered = list(sums.items())
+    rows = tuple(
+        (format_bytes(nbytes), percent_text(nbytes, whole), clean(label))
+        for label, nbytes in ordered[:_TOP]
+    )
+    more = more_text(nbytes for _, nbytes in ordered[_TOP:])
+    return Grid(clean(title), ("bytes", "share", name), (2,), rows, more)
+
+
+def _buffer_grid(buffers: Sequence[ReportedBuffer]) -> Grid:
+    rows = tuple(
+        (
+            format_bytes(b.nbytes),
+            clean(b.shape, 40),
+            clean(b.source),
+            clean(b.operation or b.label),
+        )
+        for b in buffers[:_TOP]
+    )
+    title = "largest buffers of the program, as XLA reports them"
+    more = more_text(b.nbytes for b in buffers[_TOP:])
+    return Grid(title, ("bytes", "type", "line", "operation"), (2, 3), rows, more)
