@@ -74,6 +74,7 @@ _NARROW = (
     "MissingPluginError",
     "ProcessError",
     "ShardingError",
+    "TrackError",
     "UnknownTargetError",
     "VerificationError",
 )

@@ -119,6 +119,10 @@ class StepInterruptedError(JaxmemError, RuntimeError):
         self.resume = resume
 
 
+class TrackError(JaxmemError, RuntimeError):
+    """Memory cannot be tracked as asked: a file, a point or a process that is not there."""
+
+
 class DeviceOutOfMemoryError(JaxmemError, RuntimeError):
     """Memory ran out in a fitted or tracked step; the original error is its cause.
 

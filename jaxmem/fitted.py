@@ -110,7 +110,7 @@ class FittedStep:
             if failed is None:
                 raise
         # The traceback keeps this frame, which must keep none of the arrays.
-        del args, kwargs, tell
+        args, kwargs, tell = (), {}, None
         raise failed
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ def floor_budget(nbytes: int) -> str:
     """Returns a size rounded down to two decimals, so that read back it is never too large.
 
     >>> floor_budget(15354554417), parse_bytes(floor_budget(15354554417)) <= 15354554417
-    ('14.29GiB', True)
+    ('14.30GiB', True)
     """
     for unit, unit_bytes in _BINARY_UNITS:
         if nbytes >= unit_bytes:

@@ -47,7 +47,7 @@ class Live:
 
     Attributes:
         counts: how many there are of each kind.
-        seconds: what looking took.
+        seconds: what looking took of its thread.
         ids: of the arrays, to tell new ones from old.
     """
 
@@ -91,7 +91,9 @@ def live_now(arrays: Sequence[Any] | None = None, *, remember: bool = False) -> 
     >>> live_now().nbytes >= x.nbytes
     True
     """
-    started = time.perf_counter()
+    if not _compat.has_started():  # There are none, and to ask would start it.
+        return Live({}, 0.0)
+    started = time.thread_time()
     found: dict[tuple[Any, ...], int] = {}
     arrays = alive() if arrays is None else arrays
     for array in arrays:
@@ -102,7 +104,7 @@ def live_now(arrays: Sequence[Any] | None = None, *, remember: bool = False) -> 
         kind = _kind(shape, dtype, sharding)
         counts[kind] = counts.get(kind, 0) + count
     ids = frozenset(map(id, arrays)) if remember else frozenset()
-    return Live(counts, time.perf_counter() - started, ids)
+    return Live(counts, time.thread_time() - started, ids)
 
 
 def alive() -> list[Any]:

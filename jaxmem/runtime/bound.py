@@ -25,7 +25,7 @@ class BoundStep:
         try:
             return self.__func__(self.__self__, *args, **kwargs)
         except DeviceOutOfMemoryError:
-            del args, kwargs  # Its traceback keeps this frame.
+            args, kwargs = (), {}  # Its traceback keeps this frame.
             raise
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

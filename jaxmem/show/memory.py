@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from jaxmem.monitor.figures import DeviceMemory, Figure
 from jaxmem.monitor.holders import Holding
 from jaxmem.monitor.oom.explanation import Explanation, Fix
 from jaxmem.monitor.oom.texts import ReportedBuffer
+from jaxmem.monitor.points import Growth
+from jaxmem.monitor.summary import Summary
 from jaxmem.show.html import page_html
 from jaxmem.show.pages import Item, Page
 from jaxmem.show.rows import NOTE_LIMIT, Grid, clean, more_text, percent_text, type_text
@@ -45,6 +48,88 @@ def explanation_page(explanation: Explanation) -> Page:
         items=tuple(_fix_item(n, fix) for n, fix in enumerate(e.fixes, 1)),
         grids=tuple(grids),
     )
+
+
+def summary_text(summary: Summary, *, width: int | None = None) -> str:
+    """Returns what tracking has seen as plain text, at most ``width`` cells wide."""
+    return page_text(summary_page(summary), width=width)
+
+
+def summary_html(summary: Summary) -> str:
+    """Returns what tracking has seen as an HTML fragment; names in it are escaped."""
+    return page_html(summary_page(summary))
+
+
+def growth_text(growth: Growth, *, width: int | None = None) -> str:
+    """Returns what has grown as plain text, at most ``width`` cells wide."""
+    return page_text(growth_page(growth), width=width)
+
+
+def growth_html(growth: Growth) -> str:
+    """Returns what has grown as an HTML fragment; names in it are escaped."""
+    return page_html(growth_page(growth))
+
+
+def summary_page(summary: Summary) -> Page:
+    """Returns what a summary shows: each device, the host, who holds arrays, what has grown."""
+    sentences = [f"note: {note}" for note in summary.notes]
+    if summary.host is not None:
+        rss = "" if summary.host.rss is None else f"resident {summary.host.rss}, "
+        sentences.insert(0, f"host: {rss}pinned {summary.host.pinned}")
+    grids = [device_grid(summary.devices), _holding_grid(summary.holdings, summary.live_bytes)]
+    if summary.growth is not None and summary.growth.grown:
+        grids.append(_growth_grid(summary.growth))
+    return Page(
+        headline=clean(summary.headline, NOTE_LIMIT),
+        sentences=tuple(clean(sentence, NOTE_LIMIT) for sentence in sentences),
+        grids=tuple(grids),
+    )
+
+
+def growth_page(growth: Growth) -> Page:
+    """Returns what has grown between two points, and who holds it."""
+    sentences = []
+    if growth.rss_bytes is not None:
+        sign = "+" if growth.rss_bytes >= 0 else ""
+        sentences.append(f"resident memory of the process: {sign}{format_bytes(growth.rss_bytes)}")
+    if not growth.grown:
+        sentences.append("no kind of array has become more")
+    return Page(
+        headline=clean(growth.headline, NOTE_LIMIT),
+        sentences=tuple(sentences),
+        grids=(_growth_grid(growth),) if growth.grown else (),
+    )
+
+
+def device_grid(devices: Sequence[DeviceMemory]) -> Grid:
+    """Returns a table of devices, each figure with what it stands on."""
+
+    def cell(figure: Figure | None) -> str:
+        return "not told" if figure is None else str(figure)
+
+    rows = tuple(
+        (clean(d.device), cell(d.in_use), cell(d.peak), cell(d.reserved), cell(d.largest_free))
+        for d in devices
+    )
+    header = ("device", "in use", "peak", "reserved", "largest free block")
+    return Grid("devices", header, (2, 1, 4, 3), rows)
+
+
+def _growth_grid(growth: Growth) -> Grid:
+    rows = tuple(
+        (
+            f"+{format_bytes(g.nbytes)}",
+            f"+{g.count}",
+            type_text(g.kind.dtype, g.kind.shape)
+            + ("" if g.kind.memory == "device" else f" in {clean(g.kind.memory, 24)}"),
+            ", ".join(f"{clean(h.name)} ({h.count})" for h in g.holdings[:3]) or "gone by now",
+            clean(g.holdings[0].source) if g.holdings else "",
+        )
+        for g in growth.grown[:_TOP]
+    )
+    title = clean(f"more arrays, from {growth.start!r} to {growth.end!r}")
+    more = more_text(g.nbytes for g in growth.grown[_TOP:])
+    return Grid(title, ("bytes", "#", "type", "held by", "made at"), (3, 4, 2), rows, more)
 
 
 def _fix_item(number: int, fix: Fix) -> Item:

@@ -146,6 +146,7 @@ class Explanation:
             made = ", ".join(f"{b.source or b.shape} ({format_bytes(b.nbytes)})" for b in largest)
             lines.append(f"  Largest buffers of the program: {made}.")
         lines += [f"  {n}. {fix}" for n, fix in enumerate(self.fixes, 1)]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def __str__(self) -> str:

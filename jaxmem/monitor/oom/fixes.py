@@ -14,7 +14,7 @@ from jaxmem.monitor.oom.texts import Told
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.targets.pinned import DEFAULT_BYTES, LIMIT_VARIABLE
-from jaxmem.units import GIB, MIB, format_bytes
+from jaxmem.units import GIB, KIB, format_bytes
 
 # Of what is free, so much is left for what the compiler's figure lacks and for gaps between blocks.
 _KEPT_BACK = 0.05
@@ -99,7 +99,7 @@ def _fitted(
     if needs is not None:
         # It failed: there was less room than there seems to be.
         room = min(room, int(needs * _SMALLER))
-    if room < MIB:
+    if room < KIB:
         return None, None, f"beside the rest {max(0, room)} bytes are left: no step fits there"
     plan, why = planned(running, room, situation.seconds)
     if plan is None:

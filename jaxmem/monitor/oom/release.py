@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,19 @@ def let_go(error: BaseException) -> None:
     Those that still run, such as the one that handles it, keep theirs.
     """
     for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _clear(frame)
+
+
+def _clear(frame: types.FrameType) -> None:
+    """What ``traceback.clear_frames`` does, and the copy of the variables that was looked at."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return  # It still runs.
+    # Up to Python 3.12 whoever asked for the variables, such as a notebook that shows where an
+    # error came from, left a dictionary of them in the frame. Asking again brings it up to date.
+    _ = frame.f_locals
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

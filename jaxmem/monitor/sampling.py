@@ -1,0 +1,111 @@
+"""A thread that looks at memory a few times a second, for all that is tracked in a process.
+
+It never waits for a device and never blocks a step: it asks allocators what they say anyway, reads
+two files of the operating system, and goes through the live arrays as rarely as it must to stay
+within its share of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Protocol
+
+import jax
+
+from jaxmem import _compat
+from jaxmem.monitor.arrays import Live, bytes_on, live_now
+from jaxmem.monitor.figures import DeviceMemory, Figure, HostMemory, devices_now, rss_now
+
+# Of the time: of samples, and of looks at the arrays for them.
+_SHARE, _LIVE_SHARE = 0.002, 0.002
+# The thread ends when nothing was tracked for so long.
+_IDLE_SECONDS = 5.0
+
+
+class Watcher(Protocol):
+    """What gets samples."""
+
+    every: float
+
+    def look(self, devices: tuple[DeviceMemory, ...], host: HostMemory) -> None:
+        """Take what is in use now; called on the sampler's thread."""
+        ...
+
+
+class Sampler:
+    """Looks for all watchers at once.
+
+    Attributes:
+        spent: seconds of its thread so far.
+        looking: of these, seconds in which it went through the live arrays.
+    """
+
+    def __init__(self):
+        self.spent = self.looking = 0.0
+        self._watchers: dict[int, Watcher] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._live = Live({}, 0.0)
+        self._looked = -1e9
+
+    def add(self, watcher: Watcher) -> None:
+        """Have a watcher told from now on."""
+        with self._changed:
+            self._watchers[id(watcher)] = watcher
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._run, name="jaxmem-sampler", daemon=True
+                )
+                self._thread.start()
+            elif len(self._watchers) == 1:
+                self._changed.notify()
+
+    def remove(self, watcher: Watcher) -> None:
+        """Tell a watcher no more."""
+        with self._changed:
+            self._watchers.pop(id(watcher), None)
+
+    def now(self, live: Live | None = None) -> tuple[tuple[DeviceMemory, ...], HostMemory]:
+        """What is in use now.
+
+        Args:
+            live: the arrays that are alive, where the caller has just looked.
+        """
+        if not _compat.has_started():  # To ask for devices would start it.
+            return (), HostMemory(rss_now(), Figure(0, "estimated"))
+        now = time.perf_counter()
+        if live is not None or now - self._looked > self._live.seconds / _LIVE_SHARE:
+            self._live, self._looked = live or live_now(), now
+            self.looking += 0.0 if live else self._live.seconds
+        devices = jax.local_devices()
+        host = HostMemory(rss_now(), self._live.pinned)
+        return devices_now(bytes_on(self._live, devices), devices), host
+
+    def _run(self) -> None:
+        idle_since = time.perf_counter()
+        while True:
+            with self._changed:
+                watchers = list(self._watchers.values())
+                if not watchers:
+                    if time.perf_counter() - idle_since > _IDLE_SECONDS:
+                        self._thread = None
+                        return
+                    self._changed.wait(_IDLE_SECONDS)
+                    continue
+            started, looking = time.thread_time(), self.looking
+            # A backend that is being cleared, or Python that ends: the next look may work.
+            with contextlib.suppress(RuntimeError):
+                seen = self.now()
+                for watcher in watchers:
+                    watcher.look(*seen)
+            took = time.thread_time() - started
+            self.spent += took
+            took -= self.looking - looking
+            idle_since = time.perf_counter()
+            every = min(watcher.every for watcher in watchers)
+            time.sleep(max(every, took / _SHARE))
+
+
+SAMPLER = Sampler()
