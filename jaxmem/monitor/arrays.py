@@ -91,8 +91,6 @@ def live_now(arrays: Sequence[Any] | None = None, *, remember: bool = False) -> 
     >>> live_now().nbytes >= x.nbytes
     True
     """
-    if not _compat.has_started():  # There are none, and to ask would start it.
-        return Live({}, 0.0)
     started = time.thread_time()
     found: dict[tuple[Any, ...], int] = {}
     arrays = alive() if arrays is None else arrays
@@ -108,7 +106,9 @@ def live_now(arrays: Sequence[Any] | None = None, *, remember: bool = False) -> 
 
 
 def alive() -> list[Any]:
-    """The arrays that hold data."""
+    """The arrays that hold data; none before JAX has started, which this does not do."""
+    if not _compat.has_started():
+        return []
     arrays = [array for array in jax.live_arrays() if _compat.is_concrete(array)]
     return [array for array in arrays if not array.is_deleted()]
 

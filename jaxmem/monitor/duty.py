@@ -47,4 +47,4 @@ class Duty:
 
 # What is done at the beginning and end of tracked code, on its own thread. The sampler's thread
 # has a share of its own; both together stay below 1%.
-AT_POINTS = Duty(share=0.004, most=0.25)
+AT_POINTS = Duty(share=0.003, most=0.05)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
+import threading
 import time
 import types
 from collections import deque
@@ -99,9 +101,10 @@ def stacks(traceback: types.TracebackType | None = None) -> list[types.FrameType
     while traceback is not None:
         frames.insert(0, traceback.tb_frame)
         traceback = traceback.tb_next
-    current = sys._getframe(1)
-    others = [f for f in sys._current_frames().values() if f is not current]
-    for frame in (current, *others):
+    # Its own frame must not be in its own list: that cycle would keep all of the others.
+    here = threading.get_ident()
+    others = [f for thread, f in sys._current_frames().items() if thread != here]
+    for frame in (sys._getframe(1), *others):
         walked: types.FrameType | None = frame
         while walked is not None:
             frames.append(walked)
@@ -119,7 +122,7 @@ def variables_of(frame: types.FrameType) -> dict[str, Any]:
     kept = frame.f_locals
     found = dict(kept)
     if kept is not frame.f_globals and sys.version_info < (3, 13):
-        if frame.f_code.co_flags & 1:  # CO_OPTIMIZED: a function's.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # A function's.
             kept.clear()
     return found
 
@@ -143,53 +146,63 @@ def holdings(
     until = time.perf_counter() + most_seconds
     wanted = {id(array): array for array in arrays}
     found = _walk(wanted, _roots(frames), until)
-    rest = [array for key, array in wanted.items() if key not in found]
+    rest = [array for array in arrays if id(array) not in found]
     named = _grouped(found, wanted)
     rest.sort(key=lambda array: -kind_of(array).nbytes)
     named += _referred(rest, (arrays, wanted), until)
     return tuple(sorted(named, key=lambda h: (-h.nbytes, h.name)))
 
 
-def _roots(frames: Iterable[types.FrameType]) -> Iterator[tuple[str, Any, str]]:
-    """Variables by name, with the function that has them."""
-    for frame in frames:
-        if frame.f_locals is not frame.f_globals:
-            name = frame.f_code.co_name
-            for variable, value in variables_of(frame).items():
-                yield variable, value, name
-        else:
-            yield from ((n, v, "") for n, v in list(frame.f_globals.items()))
-    for module in list(sys.modules.values()):
+def _roots(frames: Iterable[types.FrameType]) -> Iterator[list[tuple[str, Any, str]]]:
+    """Variables by name, with the function that has them; those that live longest come first.
+
+    A function's parameter is another name of what its caller has, and letting go of it frees
+    nothing: so modules come before functions, and callers before what they call.
+    """
+    outermost_first = list(frames)[::-1]
+    spaces = {id(f.f_globals): f.f_globals for f in outermost_first}
+    main = vars(sys.modules["__main__"])
+    for space in {id(main): main, **spaces}.values():
+        yield [(name, value, "") for name, value in list(space.items())]
+    for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        main = getattr(module, "__name__", "") == "__main__"
-        if isinstance(module, types.ModuleType) and (main or (path and not is_library(path))):
-            prefix = "" if main else f"{module.__name__}."
-            yield from ((prefix + n, v, "") for n, v in list(vars(module).items()))
+        if not isinstance(module, types.ModuleType) or not path or is_library(path):
+            continue
+        if vars(module) is not main and id(vars(module)) not in spaces:
+            yield [(f"{name}.{n}", v, "") for n, v in list(vars(module).items())]
+    for frame in outermost_first:
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            scope = frame.f_code.co_name
+            yield [(name, value, scope) for name, value in variables_of(frame).items()]
 
 
 def _walk(
-    wanted: Mapping[int, Any], roots: Iterable[tuple[str, Any, str]], until: float
+    wanted: Mapping[int, Any], roots: Iterable[list[tuple[str, Any, str]]], until: float
 ) -> dict[int, tuple[Found, tuple[Any, ...]]]:
-    """The shortest way to each array, and the objects on it."""
+    """The way to each array, the shortest from the first variables that lead there."""
     found: dict[int, tuple[Found, tuple[Any, ...]]] = {}
-    queue: deque[tuple[tuple[str, ...], Any, str, tuple[Any, ...]]] = deque()
-    # Hidden names, such as a notebook's last results, come last.
-    for name, value, scope in sorted(roots, key=lambda r: r[0].rsplit(".", 1)[-1].startswith("_")):
-        queue.append(((name,), value, scope, ()))
     seen: set[int] = {id(wanted)}
-    while queue and len(found) < len(wanted) and len(seen) < _MOST_OBJECTS:
-        path, value, scope, above = queue.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if id(value) in wanted:
-            nbytes = kind_of(wanted[id(value)]).nbytes
-            found[id(value)] = Found(path, nbytes, scope), (*above, value)
-            continue
-        if len(seen) % 1024 == 0 and time.perf_counter() > until:
-            break
-        for key, child in _children(value):
-            queue.append(((*path, key), child, scope, (*above, value)))
+    for variables in roots:
+        # Hidden names, such as a notebook's last results, come last.
+        variables.sort(key=lambda root: root[0].rsplit(".", 1)[-1].startswith("_"))
+        queue: deque[tuple[tuple[str, ...], Any, str, tuple[Any, ...]]] = deque(
+            ((name,), value, scope, ()) for name, value, scope in variables
+        )
+        while queue:
+            if len(found) == len(wanted) or len(seen) > _MOST_OBJECTS:
+                return found
+            path, value, scope, above = queue.popleft()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if id(value) in wanted:
+                nbytes = kind_of(wanted[id(value)]).nbytes
+                found[id(value)] = Found(path, nbytes, scope), (*above, value)
+                continue
+            if len(seen) % 1024 == 0 and time.perf_counter() > until:
+                return found
+            for key, child in _children(value):
+                queue.append(((*path, key), child, scope, (*above, value)))
     return found
 
 
