@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmem.errors import ArgumentError
+
+
+def check_seconds(name: str, seconds: Any, *, least: float = math.ulp(0.0)) -> float:
+    """A number of seconds that an argument called ``name`` was given.
+
+    Raises:
+        ArgumentError: it is none, or less than ``least``.
+
+    >>> check_seconds("every", 2)
+    2.0
+    """
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if is_number and math.isfinite(float(seconds)) and float(seconds) >= least:
+        return float(seconds)
+    above = "above 0" if least else "of 0 or more"
+    raise ArgumentError(f"{name} is {seconds!r}: it takes a number of seconds {above}.")
 
 
 @dataclass

@@ -317,10 +317,12 @@ def _referred(rest: Sequence[Any], ours: Sequence[Any], until: float) -> list[Ho
         until: when to stop looking.
     """
     groups: dict[str, list[Any]] = {}
-    for n, array in enumerate(rest):
+    left = _MOST_UNNAMED
+    for array in rest:  # The pairs of enumerate would refer to it, too.
         name = _NOBODY
-        if n < _MOST_UNNAMED and time.perf_counter() < until:
+        if left > 0 and time.perf_counter() < until:
             name = _referrer(array, {*map(id, (rest, *ours)), *map(id, groups.values())})
+        left -= 1
         groups.setdefault(name, []).append(array)
     named = []
     for name, arrays in groups.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmem.errors import ArgumentError, TrackError
 from jaxmem.monitor import published
+from jaxmem.monitor.duty import check_seconds
 from jaxmem.monitor.published import Published
 
 _SECONDS = 1.0
@@ -111,8 +112,7 @@ def run(
     from rich.console import Console
     from rich.live import Live
 
-    if not every > 0:
-        raise ArgumentError(f"every is {every!r}: it takes a number of seconds above 0.")
+    check_seconds("every", every)
     console = console or Console()
     if once or (once is None and not console.is_terminal):
         console.print(screen(pid_or_path), markup=False, emoji=False, highlight=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import numbers
 import os
 import threading
 import time
@@ -15,7 +13,7 @@ from typing import Any, overload
 
 from jaxmem.errors import ArgumentError, DeviceOutOfMemoryError
 from jaxmem.monitor.arrays import live_now
-from jaxmem.monitor.duty import AT_POINTS
+from jaxmem.monitor.duty import AT_POINTS, check_seconds
 from jaxmem.monitor.figures import DeviceMemory, HostMemory
 from jaxmem.monitor.marks import mark, nvtx_library
 from jaxmem.monitor.oom.explain import explained
@@ -127,10 +125,7 @@ class Tracker:
             raise ArgumentError(
                 f'track({name!r}): it takes a name, as in track("epoch"), or a function.'
             )
-        is_number = isinstance(every, numbers.Real) and not isinstance(every, bool)
-        if not (is_number and float(every) > 0 and math.isfinite(every)):
-            raise ArgumentError(f"every is {every!r}: it takes a number of seconds above 0.")
-        self.name, self.every, self.calls = name, float(every), 0
+        self.name, self.every, self.calls = name, check_seconds("every", every), 0
         self.own_seconds = 0.0
         self._nvtx, self._publish = nvtx_library(nvtx), publish
         self._writers: list[Writer] = [] if jsonl is None else [Lines(jsonl)]

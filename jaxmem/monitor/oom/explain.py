@@ -12,6 +12,7 @@ import jax
 
 from jaxmem.errors import ArgumentError, DeviceOutOfMemoryError
 from jaxmem.monitor.arrays import Live, alive, has_failed, live_now
+from jaxmem.monitor.duty import check_seconds
 from jaxmem.monitor.figures import (
     DeviceMemory,
     Figure,
@@ -53,7 +54,8 @@ def explain_oom(
         An :class:`~jaxmem.monitor.oom.explanation.Explanation`, to be printed or read.
 
     Raises:
-        ArgumentError: it is no exception, or not one of memory that ran out.
+        ArgumentError: it is no exception, or not one of memory that ran out; or ``seconds`` is no
+            number of seconds.
 
     Cost:
         A second at most for looking who holds arrays; for a jitted function one trace, and
@@ -76,8 +78,7 @@ def explain_oom(
             f"explain_oom takes an exception, got {type(error).__name__}: pass the one that was "
             "caught, except Exception as error: explain_oom(error)."
         )
-    if math.isnan(seconds) or seconds < 0:
-        raise ArgumentError(f"seconds is {seconds!r}: it takes a number of seconds, 0 or more.")
+    check_seconds("seconds", seconds, least=0.0)
     found = next(_out_of_memory(error), None)
     if found is None:
         raise ArgumentError(
@@ -85,8 +86,9 @@ def explain_oom(
             "ran out says RESOURCE_EXHAUSTED, or that an allocation failed."
         )
     if isinstance(found, DeviceOutOfMemoryError):
-        return found.explanation
-    explanation = explained(found, seconds=seconds)
+        explanation = found.explanation
+    else:
+        explanation = explained(found, seconds=seconds)
     if free:
         release.let_go(error)
     return explanation

@@ -54,8 +54,10 @@ class Situation:
 
     @property
     def missing_bytes(self) -> int | None:
-        """What has to be freed for what was asked for to fit; ``None`` if unknown."""
+        """What has to be freed for what was asked for; ``None`` if unknown, or nothing helps."""
         if self.told.requested_bytes is None or self.limit_bytes is None:
+            return None
+        if self.told.requested_bytes > self.limit_bytes:
             return None
         free = max(0, self.limit_bytes - self.device.in_use.nbytes)
         return max(0, self.told.requested_bytes - free)
@@ -75,7 +77,7 @@ def ranked(
         report: where its bytes are.
         needs: what it needs, compiled or predicted.
     """
-    notes: list[str] = []
+    notes = list(_remarks(situation))
     if situation.told.where == "pinned host":
         return list(_on_host(situation)), notes, None
     fixes, plan = [], None
@@ -87,6 +89,25 @@ def ranked(
     fixes += sorted(freed, key=lambda fix: (not fix.enough, -(fix.saves_bytes or 0)))
     fixes += _untried(situation, running, report, fitted=plan is not None)
     return fixes, notes, plan
+
+
+def _remarks(situation: Situation) -> Iterator[str]:
+    """What follows from the amounts alone."""
+    asked, limit = situation.told.requested_bytes, situation.limit_bytes
+    if asked is None or limit is None or situation.told.where not in ("device", "compile"):
+        return
+    free = max(0, limit - situation.device.in_use.nbytes)
+    if asked > limit:
+        yield (
+            f"{format_bytes(asked)} is more than the device has ({format_bytes(limit)}): nothing "
+            "that is freed makes room for that. It has to be made in parts, or split over devices."
+        )
+    elif asked <= free:
+        yield (
+            f"{format_bytes(free)} are free, but in pieces: none of {format_bytes(asked)}. "
+            "Allocate what stays before what comes and goes, or try another allocator: "
+            "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async, before Python starts."
+        )
 
 
 def _fitted(
