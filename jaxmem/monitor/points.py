@@ -14,6 +14,8 @@ from jaxmem.units import format_bytes
 
 # Of a long run the first and the last ones are kept.
 _MOST_KEPT = 256
+# So many of the first, and of the last, know which arrays were alive; the others how many.
+_MOST_WITH_IDS = 4
 # Kinds of arrays of which is said who holds them.
 _MOST_NAMED = 8
 
@@ -107,13 +109,13 @@ class Points:
     ) -> None:
         """Remember a point. Which arrays were alive is kept of the first and the last few."""
         self.kept.append(Point(label, time.time(), devices, host, live))
-        middle = len(self.kept) // 2
+        if len(self.kept) > 2 * _MOST_WITH_IDS:
+            at = -_MOST_WITH_IDS - 1
+            live = replace(self.kept[at].live, ids=frozenset())
+            self.kept[at] = replace(self.kept[at], live=live)
         if len(self.kept) > _MOST_KEPT:
-            del self.kept[middle]
+            del self.kept[len(self.kept) // 2]
             self.dropped += 1
-        elif len(self.kept) > 8:
-            old = self.kept[-4]
-            self.kept[-4] = replace(old, live=replace(old.live, ids=frozenset()))
 
     def between(self, start: str | None, end: str | None) -> Growth:
         """What has grown from a point to another, by default from the first to the last.

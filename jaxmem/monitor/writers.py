@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from jaxmem.errors import ArgumentError, MissingExtraError, TrackError
 from jaxmem.monitor.figures import Figure
 from jaxmem.monitor.samples import Sample
 
+_FLUSH_SECONDS = 10.0
 _FIGURES = ("in_use", "peak", "reserved", "largest_free")
 
 
@@ -36,7 +38,8 @@ class Lines:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+            with self.path.open("a"):
+                pass
         except OSError as error:
             raise TrackError(
                 f"track(..., jsonl={str(path)!r}): the file cannot be written ({error.strerror}). "
@@ -44,10 +47,12 @@ class Lines:
             ) from error
 
     def write(self, sample: Sample) -> None:
-        self._file.write(sample.to_json() + "\n")
+        # Opened anew, for 30 us a few times a second: nobody has to remember to close it.
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(sample.to_json() + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open."""
 
 
 class Scalars:
@@ -56,7 +61,7 @@ class Scalars:
     def __init__(self, to: Any):
         self._own = not hasattr(to, "add_scalar")
         self._writer = _summary_writer(to) if self._own else to
-        self._count = 0
+        self._count, self._flushed = 0, time.monotonic()
 
     def write(self, sample: Sample) -> None:
         self._count += 1
@@ -68,6 +73,9 @@ class Scalars:
         if sample.host.rss is not None:
             self._add(f"{sample.name}/host/rss", sample.host.rss)
         self._add(f"{sample.name}/host/pinned", sample.host.pinned)
+        if self._own and time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def _add(self, tag: str, figure: Figure) -> None:
         kind = figure.how.replace(" ", "_")
