@@ -55,6 +55,8 @@ OWN_TEST = {
     "Checkpoints",
     "Command line",
     "Policies",
+    "Watching memory",
+    "When it runs out",
 }
 
 
@@ -139,6 +141,30 @@ def test_the_policy_is_followed_and_computes_the_same():
     kept = jax.make_jaxpr(lambda *args: jax.vjp(found["loss_fn"], *args)[1])(params, x).out_avals
     stacked = [aval for aval in kept if aval.shape == (4, 8, 64)]
     assert [aval.memory_space for aval in stacked] == [jax.memory.Space.Host]
+
+
+def test_the_leak_is_found_with_its_bytes_and_line(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path / "cache"))
+    found = run("Watching memory")
+    printed = capsys.readouterr().out
+    (shown,) = SECTIONS["Watching memory"].blocks("text")
+    figures = [line.split() for line in shown.splitlines() if line.strip().startswith("+")]
+    (row,) = figures
+    assert row in [line.split() for line in printed.splitlines()]
+    assert shown.splitlines()[0] in printed
+    assert found["t"].growth("step", "end").nbytes == 7 * 256 * 256 * 4
+    assert (tmp_path / "samples.jsonl").read_text().count("\n") >= 10
+
+
+def test_the_holder_of_what_ran_out_is_named(capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path / "cache"))
+    found = run("When it runs out")
+    lines = capsys.readouterr().out.splitlines()
+    (source,) = SECTIONS["When it runs out"].blocks("python")
+    promised = [line.split("  # ")[1] for line in source.splitlines()[-2:]]
+    assert lines[-2:] == promised
+    assert found["why"].holdings[0].nbytes == 8 * 2**22
 
 
 def test_the_curve_is_one(capsys):

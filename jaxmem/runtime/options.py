@@ -8,11 +8,13 @@ from typing import Any
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.deadline import check_time_limit
 from jaxmem.planner.plan import Plan
+from jaxmem.program.microbatches import Auto
 from jaxmem.runtime import policed
 from jaxmem.runtime.bench import check_measure
 
-# Those that a step keeps when it is fitted again for another budget, and that have a short form.
-_KEPT = ("static_argnums", "target", "host_budget", "host", "policy")
+# Those that a step keeps when it is fitted again for another budget, and types with a short form.
+_KEPT = ("static_argnums", "target", "host_budget", "host", "policy", "mesh", "shard")
+_WRITTEN = (str, int, tuple, list, Auto)
 
 
 def check_options(verify: Any, plan: Any, policy: Any, measure: Any, time_limit: Any) -> None:
@@ -42,12 +44,16 @@ def check_options(verify: Any, plan: Any, policy: Any, measure: Any, time_limit:
         )
 
 
-def as_python(settings: Mapping[str, Any]) -> str:
+def as_python(settings: Mapping[str, Any]) -> str | None:
     """The options of a step that are not the usual ones, as they are written in a call.
 
-    >>> as_python({"host": "*", "static_argnums": (), "target": None, "policy": None,
-    ...            "host_budget": None})
-    ", host='*'"
+    ``None`` where one of them has no short form, such as a policy or a mesh.
+
+    >>> options = {"host": "*", "static_argnums": (), "target": None, "policy": None}
+    >>> as_python(options), as_python(options | {"policy": object()})
+    (", host='*'", None)
     """
-    given = {name: settings[name] for name in _KEPT if settings[name] not in (None, ())}
+    given = {n: settings[n] for n in _KEPT if settings.get(n) not in (None, ())}
+    if not all(isinstance(value, _WRITTEN) for value in given.values()):
+        return None
     return "".join(f", {name}={value!r}" for name, value in given.items())

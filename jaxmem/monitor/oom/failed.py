@@ -28,7 +28,7 @@ class Fitted:
         program: what it does.
         arguments: the arrays of the call.
         donate: numbers of the arguments that are donated.
-        options: its other options, as Python: ``', host="*"'``.
+        options: its other options, as Python: ``', host="*"'``; ``None`` without a short form.
         report: where its bytes are.
         plan: plans it for a budget, with these arguments donated.
         compiled_bytes: what was compiled needs.
@@ -39,7 +39,7 @@ class Fitted:
     program: Program
     arguments: Sequence[Any]
     donate: tuple[int, ...]
-    options: str
+    options: str | None
     report: Callable[[], MemoryReport]
     plan: Callable[[int, tuple[int, ...], Report], Plan]
     compiled_bytes: int
@@ -100,15 +100,16 @@ def _running_of(fitted: Fitted, called: calls.Called | None) -> Running:
     donating = () if called is None else called.replaced
     new = tuple(n for n in donating if n not in fitted.donate)
     donate = tuple(sorted({*fitted.donate, *new}))
-    options = donation(donate) + fitted.options
     name = fitted.name if called is None else called.name
+    options = "" if fitted.options is None else donation(donate) + fitted.options
+    code = f'{name} = jaxmem.fit({name}.__wrapped__, budget="{{budget}}"{options})'
 
     def plan(budget_bytes: int, report: Report) -> Plan:
         return fitted.plan(budget_bytes, donate, report)
 
     return Running(
         name=name,
-        code=f'{name} = jaxmem.fit({name}.__wrapped__, budget="{{budget}}"{options})',
+        code="" if fitted.options is None else code,
         program=fitted.program,
         arguments=[leaf for leaf in fitted.arguments if is_alive(leaf)],
         report=fitted.report,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jaxmem.monitor.oom.texts import Told
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.targets.pinned import DEFAULT_BYTES, LIMIT_VARIABLE
-from jaxmem.units import GIB, KIB, format_bytes
+from jaxmem.units import GIB, KIB, floor_budget, format_bytes
 
 # Of what is free, so much is left for what the compiler's figure lacks and for gaps between blocks.
 _KEPT_BACK = 0.05
@@ -132,7 +133,7 @@ def _fitted(
     saves = None if needs is None else max(0, needs - plan.compiled_bytes)
     done = []
     if running.donating:
-        done.append("the results take the place of the donated arguments")
+        done.append("donating what the same line assigns again")
     again = sum(d.recomputed for d in plan.decisions)
     if again:
         done.append(f"{again} values are computed again")
@@ -143,6 +144,8 @@ def _fitted(
     how = ", ".join(done) or "as it is"
     what = f"fit {running.name} into what is left ({how}; it compiles to "
     what += f"{format_bytes(plan.compiled_bytes)})"
+    if not running.code:
+        what += f": its budget={floor_budget(room)!r}, all else as it is"
     return Fix(what, running.code_for(room), saves, "compiled", True), plan, ""
 
 
@@ -186,7 +189,8 @@ def _untried(
                 activations // 2,
                 "estimated",
             )
-    if running is None and situation.told.where in ("device", "compile"):
+    too_large = (situation.told.requested_bytes or 0) > (situation.limit_bytes or math.inf)
+    if running is None and situation.told.where in ("device", "compile") and not too_large:
         yield Fix(
             "run it as one step that fits: step = jaxmem.fit(step, budget=...), which frees what "
             "is made on the way",

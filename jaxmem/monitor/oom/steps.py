@@ -36,7 +36,8 @@ class Running:
 
     Attributes:
         name: how the user's code calls it.
-        code: Python that makes it fit a budget, with ``{budget}`` where that goes.
+        code: Python that makes it fit a budget, with ``{budget}`` where that goes; ``""`` where an
+            option has no short form.
         program: what it does.
         arguments: its arrays that are alive, constants included.
         report: where its bytes are.
