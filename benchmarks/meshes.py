@@ -1,4 +1,4 @@
-"""A GPT whose state is split over the GPUs of a machine: bytes of each, and time, against plain JAX.
+"""A GPT whose state is split over the GPUs of a machine, beside FSDP by hand in plain JAX.
 
     python benchmarks/meshes.py --json benchmarks/results/2xh200_meshes.json
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\

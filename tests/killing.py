@@ -1,12 +1,12 @@
-"""Kill examples/train_distributed.py at random moments, and see that it goes on as if it had run on.
+"""Kill examples/train_distributed.py at random moments, and see that it goes on as if nobody had.
 
     python tests/killing.py --kills 200 --seed 1 --json kills.json
 
 Two processes over loopback. Each kill draws a moment (while a checkpoint is being written, while it
 trains, while it starts and restores) and whom to kill: one of the two, both at once, the process
-that started them, or all. Afterwards nothing of it may live, the newest complete checkpoint may lack
-no more than the one that was being written, and the next run begins there, with the losses that a
-run that nobody killed has, digit by digit. Exits with 1 if any of that did not hold.
+that started them, or all. Afterwards nothing of it may live, only the checkpoint that was being
+written may be lacking, and the next run begins after the newest one, with the losses of a run that
+nobody killed, digit by digit. Exits with 1 if any of that did not hold.
 
 A kill takes as long as starting two processes does: 15 s on two cores. What they compile is kept
 beside their checkpoints (JAX's persistent cache).
