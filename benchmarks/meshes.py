@@ -184,7 +184,8 @@ def way(work: Work, name: str) -> tuple[Callable, dict[str, Any]]:
     started = time.perf_counter()
     settings: dict[str, Any] = {}
     if name == "tight":
-        settings = {"plan": known_plan(work)}
+        known = known_plan(work)
+        settings = {"plan": known, "budget": known.budget_bytes}
     if name == "host":
         settings = {"host": "*'opt'*"}
     run = work.fitted("zero1" if name == "zero1" else "zero3", **settings)
