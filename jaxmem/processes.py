@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxmem import _compat, errors
 from jaxmem.errors import BudgetInfeasibleError, Holder, JaxmemError, ProcessError
@@ -48,6 +49,8 @@ def put(array: Any, sharding: Any) -> jax.Array:
     ``jax.device_put`` would have all processes compare what they have, on their devices.
     """
     here = not isinstance(array, jax.Array) or array.is_fully_addressable
+    if not here and not sharding.is_fully_addressable and _is_other_memory(array, sharding):
+        return put_parts([array], [sharding])[0]
     if sharding.is_fully_addressable or not here:
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -55,6 +58,38 @@ def put(array: Any, sharding: Any) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def put_parts(arrays: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
+    """Arrays in other memory of the devices that they are on, each copied by who has it.
+
+    For arrays over several processes ``jax.device_put`` runs a program, which all must run in the
+    same order as everything else.
+
+    Args:
+        arrays: on devices.
+        shardings: those of the arrays but for the kind of memory.
+    """
+    if all(array.is_fully_addressable for array in arrays):
+        return jax.device_put([*arrays], [*shardings])
+    parts = [
+        (s.data, s.device, to.memory_kind)
+        for a, to in zip(arrays, shardings, strict=True)
+        for s in a.addressable_shards
+    ]
+    places = [SingleDeviceSharding(device, memory_kind=kind) for _, device, kind in parts]
+    copied = iter(jax.device_put([data for data, _, _ in parts], places))
+    return [
+        jax.make_array_from_single_device_arrays(
+            array.shape, sharding, [next(copied) for _ in array.addressable_shards]
+        )
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+
+
+def _is_other_memory(array: jax.Array, sharding: Any) -> bool:
+    kind = sharding.memory_kind
+    return array.sharding.with_memory_kind(kind).is_equivalent_to(sharding, array.ndim)
 
 
 def check_timeout(timeout: Any) -> None:

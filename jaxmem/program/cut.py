@@ -16,14 +16,18 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import NamedSharding
 
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.keeping import Kept, keep
 from jaxmem.program.lending import lend
-from jaxmem.program.parts import Part, donating, lasting, lined_up
+from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
 from jaxmem.program.rowwise import Chunks, rows_at_once, rows_of
+from jaxmem.program.spreading import count, layouts_of
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
 
@@ -40,6 +44,8 @@ class Cut:
         lent: for each input of the first part that is a leaf in host memory, that leaf.
         written: the step as it was given; in ``program`` stacks of gradients may have buffers.
         later: for what parts read in the place of such a stack the result that holds it.
+        layouts: over several devices, how what is known before is split: what is on the host, the
+            results, and gradients like the state that they update.
     """
 
     program: Program
@@ -50,6 +56,7 @@ class Cut:
     written: Program
     lent: Mapping[Value, Value] = field(default_factory=dict)
     later: Mapping[Value, Value] = field(default_factory=dict)
+    layouts: Mapping[Value, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def buffers(self) -> list[tuple[int, Value]]:
@@ -175,6 +182,10 @@ class _Cutter:
             hosted = hosted.union(kept.buffers)
         self.program, self.lent, self.later = kept.program, lent.leaves, kept.later
         program = kept.program
+        if program.sharded:
+            for value, layout in zip(program.block.inputs, program.layouts(), strict=True):
+                if isinstance(layout, NamedSharding):
+                    count(value, layout)
         self.hosting = program.hosting(hosted)
         self._check_returned(hosted)
         block = program.block
@@ -222,16 +233,24 @@ class _Cutter:
         first = self._first([v for v in self.makers if v in handed], pieces)
         numbers = sorted(self.hosting.results)
         hosted = {v for n in numbers if isinstance(v := block.outputs[n], Value)}
-        parts = lined_up(
-            [self._part(n, pieces, hosted) for n in range(len(pieces))],
-            kept={v for v in results if v not in hosted},
-            lasting=lasting(self.program),
-        )
+        line = [self._part(n, pieces, hosted) for n in range(len(pieces))]
+        layouts = layouts_of(self.program, self.hosting, self.lent, line)
+        first = replace(first, wanted=tuple(layouts.get(v) for v in first.block.outputs))
+        kept = {v for v in results if v not in hosted}
+        parts = lined_up(line, kept, lasting(self.program), layouts)
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
         if self.keeping:
             self._check_kept(parts)
         return Cut(
-            self.program, self.hosting, first, sent, parts, self.written, self.lent, self.later
+            self.program,
+            self.hosting,
+            first,
+            sent,
+            parts,
+            self.written,
+            self.lent,
+            self.later,
+            layouts,
         )
 
     def _part(self, number: int, pieces: Sequence[_Piece], hosted: Collection[Value]) -> Part:
@@ -416,6 +435,7 @@ class _Cutter:
         more = [v for v in handed if v not in given]
         consts, layouts = len(program.consts), program.layouts()
         positions = list(self.resident.values())
+        numbers = [n - consts for n in positions if n >= consts]
         paths = "\n".join(self.waiting.hosted.values())
         digest = hashlib.sha256(f"{program.fingerprint}\n{paths}".encode()).hexdigest()[:16]
         whole = replace(
@@ -426,9 +446,10 @@ class _Cutter:
                 ops=tuple(op for op in block.ops if op in ops),
                 outputs=(*(atom for atom, _ in results), *more),
             ),
-            arguments=tuple(program.arguments[n - consts] for n in positions if n >= consts),
+            arguments=tuple(program.arguments[n] for n in numbers),
             results=(*(leaf for _, leaf in results), *(Leaf(f"handed on: {v.key}") for v in more)),
             fingerprint=digest,
-            shardings=tuple(layouts[n] for n in positions if n >= consts),
+            shardings=tuple(layouts[consts + n] for n in numbers),
+            state=state_among(program, numbers),
         )
         return donating(whole, {v for piece in pieces for v in piece.inputs})

@@ -247,6 +247,7 @@ class Program:
         fingerprint: hash of the traced program and its shapes.
         state: of a step over a mesh, the argument leaves whose layout the results that replace
             them keep; ``None`` where arguments stay as they are given.
+        wanted: layouts that results are to have whatever they replace; ``None`` for any.
     """
 
     name: str
@@ -258,6 +259,7 @@ class Program:
     shardings: tuple[Any, ...] = ()
     state: frozenset[int] | None = None
     equations: int = 0
+    wanted: tuple[Any, ...] = ()
 
     def avals(self, hosting: Hosting | None = None) -> list[jax.ShapeDtypeStruct]:
         """What to compile the block for: shapes, dtypes and shardings of its inputs.
@@ -289,11 +291,15 @@ class Program:
         parameters of a step with a split optimizer state back split (ZeRO-1), and the next step
         would be another program.
         """
-        if not hosting and not self.replaced:
+        wanted = self.wanted or [None] * len(self.block.outputs)
+        if not hosting and not self.replaced and all(s is None for s in wanted):
             return None
         layouts, places = self.layouts(hosting), {**self.places, **self.replaced}
         pinned = {*self.replaced, *(hosting.results if hosting else ())}
-        return [layouts[places[n]] if n in pinned else None for n in range(len(self.block.outputs))]
+        return [
+            layouts[places[n]] if own is None and n in pinned else own
+            for n, own in enumerate(wanted)
+        ]
 
     def host_bytes(self, hosting: Hosting) -> int:
         """Bytes of the inputs that live in host memory, on each device's part."""

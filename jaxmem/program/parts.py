@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxmem.program.ir import Atom, Block, Program, Value, fetched_in, kind_of_array
 from jaxmem.program.rowwise import Chunks
@@ -83,7 +84,10 @@ class Part:
 
 
 def lined_up(
-    parts: Sequence[Part], kept: Collection[Value], lasting: Collection[Value]
+    parts: Sequence[Part],
+    kept: Collection[Value],
+    lasting: Collection[Value],
+    layouts: Mapping[Value, Any] | None = None,
 ) -> tuple[Part, ...]:
     """The parts with what they may write over: what nobody reads after them.
 
@@ -91,7 +95,10 @@ def lined_up(
         parts: in order.
         kept: results that stay on the device.
         lasting: arguments and constants that are the caller's own.
+        layouts: over several devices, how values are split as far as that is known: a buffer is
+            of use to what is split alike.
     """
+    layouts = layouts or {}
     last = {v: n for n, part in enumerate(parts) for v in part.reads}
     found = []
     for n, part in enumerate(parts):
@@ -102,8 +109,12 @@ def lined_up(
             if v in part.fetched
             or (last[v] == n and v not in kept and v not in lasting and v not in stays)
         )
-        here = [v for v in part.block.outputs if v not in part.hosted]
-        donated = _taken(part.block.inputs, over, here)
+        named = zip(part.names, part.block.outputs, strict=True)
+        here = [(v, layouts.get(name)) for name, v in named if v not in part.hosted]
+        given = [
+            (v, layouts.get(name)) for name, v in zip(part.reads, part.block.inputs, strict=True)
+        ]
+        donated = _taken(given, over, here)
         if part.chunks is None:
             found.append(replace(part, over=over, donated=donated))
             continue
@@ -115,17 +126,25 @@ def lined_up(
 
 
 def _taken(
-    inputs: Sequence[Value], over: Sequence[int], outputs: Sequence[Atom]
+    inputs: Sequence[tuple[Value, Any]], over: Sequence[int], outputs: Sequence[tuple[Atom, Any]]
 ) -> tuple[int, ...]:
-    """Those inputs whose buffers outputs of the same shape and dtype can take."""
-    free = Counter(kind_of_array(v) for v in outputs)
+    """Those inputs whose buffers outputs of the same shape, dtype and layout can take."""
+    free = Counter((kind_of_array(v), layout) for v, layout in outputs)
     taken = []
     for position in over:
-        kind = kind_of_array(inputs[position])
+        value, layout = inputs[position]
+        kind = kind_of_array(value), layout
         if free[kind]:
             free[kind] -= 1
             taken.append(position)
     return tuple(taken)
+
+
+def state_among(program: Program, numbers: Sequence[int]) -> frozenset[int] | None:
+    """Which of some arguments of a step are state, counted among these alone."""
+    if program.state is None:
+        return None
+    return frozenset(n for n, number in enumerate(numbers) if number in program.state)
 
 
 def lasting(program: Program) -> frozenset[Value]:

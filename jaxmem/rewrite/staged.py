@@ -15,7 +15,7 @@ from jaxmem.program.crossing import Crossing
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
 from jaxmem.program.joining import joined
-from jaxmem.program.parts import Part, donating, lasting, lined_up
+from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def staged(
     kept = {v for n, v in outputs if isinstance(v, Value) and n not in cut.hosting.results}
     if joining:
         line = joined(line, cut.lent, kept)
-    parts = lined_up(line, kept=kept, lasting=lasting(program))
+    parts = lined_up(line, kept=kept, lasting=lasting(program), layouts=cut.layouts)
     first = _first(cut, stages[0], {v for part in parts for v in part.reads})
     whole = replace(cut, first=first, parts=parts)
     return Staged(whole, stages[0].names)
@@ -164,14 +164,17 @@ def _first(cut: Cut, stage: Part, later: set[Value]) -> Program:
     """The first stage as the first part of the step."""
     whole = cut.program
     marked = {v: leaf.donated for v, leaf in _inputs(whole)}
-    kept = [(v, a) for v, a in _inputs(cut.first) if v in stage.block.inputs]
+    numbered = enumerate(_inputs(cut.first))
+    kept = [(n, v, a) for n, (v, a) in numbered if v in stage.block.inputs]
     layouts = dict(zip(cut.first.block.inputs, cut.first.layouts(), strict=True))
     program = replace(
         cut.first,
         block=stage.block,
-        arguments=tuple(replace(a, donated=marked[v]) for v, a in kept),
-        shardings=tuple(layouts[v] for v, _ in kept),
+        arguments=tuple(replace(a, donated=marked[v]) for _, v, a in kept),
+        shardings=tuple(layouts[v] for _, v, _ in kept),
         results=tuple(Leaf(f"handed on: {n}") for n in range(len(stage.block.outputs))),
+        state=state_among(cut.first, [n for n, _, _ in kept]),
+        wanted=tuple(cut.layouts.get(name) for name in stage.names),
     )
     return donating(program, later)
 

@@ -134,8 +134,9 @@ def _layout(layout: Any) -> str:
 
 
 def _digest(outcome: Outcome) -> str:
-    """Of the program that will run."""
-    return _hash(outcome.compiled.lowered.as_text())
+    """Of the program that will run, or all of them in order."""
+    more = () if outcome.stream is None else outcome.stream.lowered
+    return _hash("".join(lowered.as_text() for lowered in (outcome.compiled.lowered, *more)))
 
 
 def _hash(text: str) -> str:

@@ -6,6 +6,8 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jax.sharding import NamedSharding
+
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.plan import Plan
 from jaxmem.policies.selector import nearest
@@ -64,8 +66,8 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
             first = len(program.consts)
             large = [
                 path
-                for path, v in zip(paths, program.block.inputs[first:], strict=True)
-                if v.nbytes >= FEWEST_BYTES
+                for path, nbytes in zip(paths, program.input_bytes[first:], strict=True)
+                if nbytes >= FEWEST_BYTES
             ] or paths
             near = ", ".join(nearest(pattern, large)) or ", ".join(large[:5])
             chosen = " For the planner's choice write host=jaxmem.AUTO."
@@ -75,14 +77,15 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
                 f"{chosen if pattern.lower() == AUTO.value else ''}"
             )
         found.update(dict.fromkeys(matches))
-    sizes = dict(enumerate(v.nbytes for v in program.block.inputs[len(program.consts) :]))
+    sizes = dict(enumerate(program.input_bytes[len(program.consts) :]))
     large = [n for n in found if sizes[n] >= FEWEST_BYTES]
     if not large:
         most = max(sizes[n] for n in found)
+        each = " on each device" if program.sharded else ""
         raise ArgumentError(
             f"host={', '.join(map(repr, patterns))} matches no large argument of "
-            f"{program.name}: of {len(found)} the largest has {format_bytes(most)}: arrays of less "
-            f"than {format_bytes(FEWEST_BYTES)} are not worth a copy. Leave host= out."
+            f"{program.name}: of {len(found)} the largest has {format_bytes(most)}{each}: arrays "
+            f"of less than {format_bytes(FEWEST_BYTES)} are not worth a copy. Leave host= out."
         )
     return large, [n for n in found if n not in large]
 
@@ -125,12 +128,28 @@ def asked_by(
     large, small = leaves_named(program, patterns)
     notes = ()
     if small:
-        nbytes = sum(program.block.inputs[len(program.consts) + n].nbytes for n in small)
+        nbytes = sum(program.input_bytes[len(program.consts) + n] for n in small)
         notes = (
             f"{len(small)} of the arguments that host= matches stay on the device, "
             f"{format_bytes(nbytes)} in all: each is smaller than {format_bytes(FEWEST_BYTES)}",
         )
     return Asked(large, notes, host_bytes)
+
+
+def check_layouts(program: Program, asked: Asked) -> None:
+    """Check that what is to wait in host memory is laid out over the devices of the step.
+
+    Raises:
+        ArgumentError: it is not, so it is not known on whose hosts it would wait.
+    """
+    for n in sorted(asked.hosted):
+        if not isinstance(program.shardings[n], NamedSharding):
+            raise ArgumentError(
+                f"{program.name}: host= keeps {program.arguments[n].path} in host memory, and it "
+                "is not laid out over the devices that other arguments are split over. Put it "
+                "there, jax.device_put(x, NamedSharding(mesh, PartitionSpec(...))), or have "
+                "fit(mesh=..., shard=...) do so."
+            )
 
 
 def asked_by_plan(program: Program, plan: Plan) -> Asked:

@@ -12,13 +12,16 @@ of an H200.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmem import processes
 from jaxmem.program.ir import Value
 
 
@@ -54,15 +57,19 @@ def delete(arrays: Sequence[Any]) -> None:
 
 
 class Copier:
-    """Starts copies to and from one device."""
+    """Starts copies to and from the devices of this process that a step runs on."""
 
-    def __init__(self, device: Any):
-        self.device = device
+    def __init__(self, devices: Collection[Any]):
+        self.devices = tuple(sorted(devices, key=lambda device: device.id))
         self.unmarked = False
 
     def put(self, arrays: Sequence[Any], places: Sequence[Any]) -> list[Any]:
-        """The arrays in other places; returns before they are there."""
-        found = jax.device_put(list(arrays), list(places))
+        """The arrays in other memory; returns before they are there.
+
+        Of arrays over several processes each copies the parts that it has, and none waits for
+        another.
+        """
+        found = processes.put_parts(arrays, places)
         self.unmarked = True
         return found
 
@@ -72,17 +79,18 @@ class Copier:
             self.end()
 
     def end(self) -> jax.Array:
-        """An array that is ready when the device has done all it was given.
+        """An array that is ready when the devices have done all they were given.
 
         Results themselves may be donated to what comes next before anybody waits for them.
         """
         self.unmarked = False
-        return _marker(self.device)()
+        return _marker(self.devices)()
 
 
 @functools.lru_cache(maxsize=64)
-def _marker(device: Any) -> Callable[[], Any]:
-    """A program that does next to nothing, on ``device``."""
-    number = jax.device_put(jnp.int32(0), device)
+def _marker(devices: Sequence[Any]) -> Callable[[], Any]:
+    """A program that does next to nothing, on each of ``devices``."""
+    mesh = Mesh(np.array(devices), ("device",))
+    number = jax.device_put(jnp.int32(0), NamedSharding(mesh, PartitionSpec()))
     program = jax.jit(lambda n: n + 1).lower(number).compile()
     return functools.partial(program, number)

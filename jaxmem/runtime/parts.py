@@ -18,6 +18,7 @@ from jaxmem.rewrite.chunked import as_loop
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.joined import as_joined
 from jaxmem.rewrite.standin import compilable
+from jaxmem.runtime.spread import Spread
 from jaxmem.targets.compiling import (
     Compiled,
     CompiledMemory,
@@ -30,17 +31,57 @@ from jaxmem.targets.target import Target
 
 
 def compile_parts(
-    parts: Sequence[Part], target: Target | None, options: Mapping[str, str] | None = None
+    parts: Sequence[Part],
+    target: Target | None,
+    options: Mapping[str, str] | None = None,
+    spread: Spread | None = None,
 ) -> list[Compiled]:
-    """Each part compiled for a target, or for this machine; parts that do the same share one."""
+    """Each part compiled for a target, or for this machine; parts that do the same share one.
+
+    ``spread``: where arrays are, of a step over several devices.
+    """
     known: dict[Hashable, Compiled] = {}
     found = []
     for part in parts:
-        form = form_of(part)
+        form, read, wanted = form_of(part), [], []
+        if spread is not None:
+            read = spread.read(part.reads, part.block.inputs)
+            wanted = [spread.of(name) for name in part.names]
+            form = form, tuple(read), tuple(wanted)
         if form not in known:
-            known[form] = _compiled(part, target, options or {})
+            known[form] = (
+                _compiled(part, target, options or {})
+                if spread is None
+                else _compiled_over_devices(part, target, options or {}, read, wanted)
+            )
+        if spread is not None:
+            spread.made(part.names, part.block.outputs, known[form])
         found.append(known[form])
     return found
+
+
+def _compiled_over_devices(
+    part: Part,
+    target: Target | None,
+    options: Mapping[str, str],
+    read: Sequence[Any],
+    wanted: Sequence[Any],
+) -> Compiled:
+    """A part as one program over all devices, whose copies are not in it."""
+    avals = [
+        jax.ShapeDtypeStruct(
+            v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False), sharding=s
+        )
+        for v, s in zip(part.block.inputs, read, strict=True)
+    ]
+    return compile_for(
+        target,
+        as_function(compilable(part.block, target)),
+        avals,
+        donate=part.donated,
+        out_shardings=[*wanted],
+        options=options,
+    )
 
 
 def _compiled(part: Part, target: Target | None, options: Mapping[str, str]) -> Compiled:

@@ -18,6 +18,7 @@ from jaxmem.rewrite.standin import compilable
 from jaxmem.runtime import verify
 from jaxmem.runtime.line import Inside, Line
 from jaxmem.runtime.parts import Need, compile_parts, needs
+from jaxmem.runtime.spread import spread_of
 from jaxmem.targets.compiling import Compiled, compile_for
 from jaxmem.targets.target import Target
 
@@ -72,7 +73,7 @@ def in_one(
         budget_bytes: bytes on each device.
         window_bytes: the most that copies may take.
     """
-    parts = compile_parts(cut.parts, target)
+    parts = compile_parts(cut.parts, target, spread=spread_of(cut, (), first))
     memory = needs(cut, first.memory, [part.memory for part in parts])
     spare = budget_bytes - first.memory.total_bytes
     window = min([window_bytes, *(budget_bytes - need.beside_bytes for need in memory)])
@@ -296,9 +297,11 @@ def _compiled(
         as_function(compilable(program.block, target)),
         program.avals(),
         donate=program.donated,
+        out_shardings=program.out_shardings(),
         options=options,
     )
-    parts = compile_parts(pieces.cut.parts, target, options)
+    spread = spread_of(pieces.cut, pieces.names, first)
+    parts = compile_parts(pieces.cut.parts, target, options, spread)
     memory = needs(pieces.cut, first.memory, [part.memory for part in parts])
     room = min([budget_bytes - need.beside_bytes for need in memory])
     room = min(room, budget_bytes - first.memory.total_bytes)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxmem import processes
 from jaxmem.errors import StepInterruptedError
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Value, in_host_memory
@@ -25,6 +26,7 @@ from jaxmem.runtime.buffers import Buffers
 from jaxmem.runtime.copies import Copier, Send, delete
 from jaxmem.runtime.interrupts import first_line, interrupted, undisturbed
 from jaxmem.runtime.parts import compile_parts
+from jaxmem.runtime.spread import spread_of
 from jaxmem.runtime.timeline import STAGES_AHEAD, STAGES_QUEUED
 from jaxmem.targets.compiling import compile_for
 
@@ -58,6 +60,7 @@ class Stream:
         ahead_bytes: device memory for what is fetched while the first part runs.
         tail_bytes: device memory for what is still on its way to the host when a step returns.
         names: what the outputs of the first part are called by the others, where not as they are.
+        lowered: the programs of the items, as JAX has lowered them, equal ones once.
     """
 
     cut: Cut
@@ -66,6 +69,7 @@ class Stream:
     ahead_bytes: int
     tail_bytes: int
     names: tuple[Any, ...] = ()
+    lowered: tuple[jax.stages.Lowered, ...] = ()
 
     def __call__(self, ready: Sequence[Any]) -> list[Any]:
         """Run a step.
@@ -84,9 +88,15 @@ class Stream:
         """The same with executables of this machine."""
         first = self.cut.first
         local = compile_for(
-            None, as_function(first.block), first.avals(), donate=first.donated, options=options
+            None,
+            as_function(first.block),
+            first.avals(),
+            donate=first.donated,
+            out_shardings=first.out_shardings(),
+            options=options,
         )
-        parts = compile_parts(self.cut.parts, None, options)
+        spread = spread_of(self.cut, self.names, local)
+        parts = compile_parts(self.cut.parts, None, options, spread)
         pairs = zip(self.items, parts, strict=True)
         items = tuple(replace(item, run=part.executable) for item, part in pairs)
         return replace(self, first=local.executable, items=items)
@@ -210,8 +220,7 @@ class _Run:
         for (n, value), array in zip(given, ready, strict=True):
             (self.on_host if n in hosting.inputs else self.env)[value] = array
         self.on_host.update((v, self.on_host[leaf]) for v, leaf in self.cut.lent.items())
-        (device,) = next(iter(self.on_host.values())).devices()
-        self.copier = Copier(device)
+        self.copier = Copier(next(iter(self.on_host.values())).sharding.addressable_devices)
         self.here: dict[tuple[int, Value], Any] = {}
         self.back: dict[Value, Any] = {}
         self.given: dict[int, Any] = {}
@@ -444,7 +453,7 @@ class _Run:
             if atom in self.env:
                 return self.env[atom]
             leaf = self.on_host[atom]
-            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+            return processes.put(leaf, leaf.sharding.with_memory_kind("device"))
         if not isinstance(atom, Value):
-            return jax.device_put(self.given[number], self.stream.home_of(number))
+            return processes.put(self.given[number], self.stream.home_of(number))
         return self.back[atom] if atom in self.back else self.on_host[atom]

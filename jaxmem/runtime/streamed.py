@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxmem.errors import (
-    ArgumentError,
-    BudgetError,
-    BudgetInfeasibleError,
-    CutError,
-)
+from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError
 from jaxmem.planner.plan import Plan
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
 from jaxmem.program.joining import joinable
 from jaxmem.program.parts import Part
 from jaxmem.runtime import following, guard, rounds
-from jaxmem.runtime.asked import Asked
+from jaxmem.runtime.asked import Asked, check_layouts
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.progress import Report
@@ -71,11 +66,6 @@ def fit(
         BudgetError: there is not enough host memory.
         CutError: the step cannot be cut for these leaves.
     """
-    if program.sharded:
-        raise ArgumentError(
-            f"{program.name}: host= streams arguments of steps on one device; these are split "
-            "over several. Leave host= out."
-        )
     planned_bytes = budget_bytes
     if asked.plan is not None:
         # What it was planned for decides about stages and rows, wherever it is followed.
@@ -84,6 +74,10 @@ def fit(
     bucket = min(_BUCKET_BYTES, planned_bytes // _BUCKETS)
     whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
     given = compiler_of, target, budget_bytes, report
+    if program.sharded:
+        # Rows are those of a device's part only where nothing else of the update is split.
+        check_layouts(program, asked)
+        return _apart(cut(program, asked.hosted, bucket), asked, *given)
     told = asked.plan.streamed if asked.plan else None
     kept = told is not None and told.kept_bytes > 0
     joined = _joined(program, asked, target, bucket, keeping=kept)
@@ -323,8 +317,9 @@ def _lent(
         first = _first(pieces, asked, compiler, budget_bytes, report, less)
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
+        by_rows = not against and not pieces.program.sharded
         found, lacking = lending(
-            pieces, first.block, target, budget_bytes, options, by_rows=not against
+            pieces, first.block, target, budget_bytes, options, by_rows=by_rows
         )
         if found is not None and not against:
             against = _against_loops(found, target)

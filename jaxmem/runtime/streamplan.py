@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cut import Cut
-from jaxmem.program.ir import Hosting, aval_bytes
+from jaxmem.program.ir import Hosting
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.staging import Pieces
@@ -65,6 +65,7 @@ def _stream(found: Pieces, budget_bytes: int) -> Stream:
         ahead_bytes=min(most, spare - tail),
         tail_bytes=tail,
         names=found.names,
+        lowered=tuple({id(one): one.lowered for one in found.parts}.values()),
     )
 
 
@@ -90,8 +91,8 @@ def _plan(
     by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
     updates = [n for n in moved if not stream.items[n].part.stage]
     here = {
-        n: aval_bytes(atom.aval)
-        for n, atom in enumerate(program.block.outputs)
+        n: nbytes
+        for n, nbytes in enumerate(program.result_bytes)
         if n not in pieces.hosting.results
     }
     return replace(

@@ -167,6 +167,9 @@ class Shared:
         self._thread.start()
         copied.wait()
 
+    def settle(self) -> None:
+        self.wait()
+
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()

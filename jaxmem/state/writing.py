@@ -25,6 +25,9 @@ from jaxmem.units import format_bytes
 # Threads save one after the other: Orbax's manager of a directory is for one at a time.
 lock = threading.RLock()
 _open: dict[Path, Writer] = {}
+# Old checkpoints are moved here before they are deleted. That goes file by file, and what is left of
+# one where the process is killed meanwhile would have a number, and be none.
+_OLD = "old.orbax-checkpoint-tmp"
 # A fork of it has none of the threads that write.
 _PROCESS = os.getpid()
 
@@ -35,8 +38,12 @@ class Writer(Protocol):
     path: Path
     keep: int | None
 
-    def wait(self) -> None:
+    def settle(self) -> None:
         """Until the last one is complete; raises why it could not be written."""
+        ...
+
+    def wait(self) -> None:
+        """The same, and until those that it pushes out are gone."""
         ...
 
     def close(self) -> None: ...
@@ -67,7 +74,7 @@ def settle(path: Path) -> None:
     """
     found = _open.get(path)
     if found is not None:
-        found.wait()
+        found.settle()
 
 
 def ready(path: Path, keep: int | None, make: Callable[[], Writer]) -> Any:
@@ -96,6 +103,7 @@ class Directory:
         ocp = ondisk.orbax()
         self.path, self.keep, self.needed = path, keep, 0
         self.manager: Any = None
+        self._deleting: threading.Thread | None = None
         self.failed: JaxmemError | None = None
         if path.exists() and not path.is_dir():
             raise CheckpointError(
@@ -104,10 +112,14 @@ class Directory:
         ondisk.check_own(path)
         with self._failing():
             path.mkdir(parents=True, exist_ok=True)
+            self._delete_old()
             self.manager = ocp.CheckpointManager(
                 path,
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=keep, cleanup_tmp_directories=True, **_options(others)
+                    max_to_keep=keep,
+                    cleanup_tmp_directories=True,
+                    todelete_subdir=_OLD,
+                    **_options(others),
                 ),
                 item_handlers={
                     ondisk.ARRAYS: ocp.PyTreeCheckpointHandler(),
@@ -126,7 +138,9 @@ class Directory:
                 room, or the checkpoint before could not be written.
         """
         ocp = ondisk.orbax()
-        self.wait()
+        self.settle()
+        self._deleting = threading.Thread(target=self._delete_old, name="jaxmem_delete")
+        self._deleting.start()
         there = ondisk.steps(self.path)
         if there != sorted(self.manager.all_steps()):
             self.manager.reload()  # Somebody else wrote or deleted some.
@@ -151,10 +165,23 @@ class Directory:
             )
 
     def wait(self) -> None:
+        self.settle()
+        if self._deleting is not None:
+            self._deleting.join()
+        self._delete_old()
+        with contextlib.suppress(OSError):
+            (self.path / _OLD).rmdir()
+
+    def settle(self) -> None:
         if self.failed is not None:
             raise self.failed
         with self._failing():
             self.manager.wait_until_finished()
+
+    def _delete_old(self) -> None:
+        """Delete what was moved away, by this process or by one before it."""
+        for old in (self.path / _OLD).glob("*"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         if self.manager is not None:
@@ -175,6 +202,9 @@ class Directory:
 
     def _check_room(self, nbytes: int) -> None:
         free = shutil.disk_usage(self.path).free
+        if free < nbytes and self._deleting is not None:
+            self._deleting.join()
+            free = shutil.disk_usage(self.path).free
         if free < nbytes:
             raise CheckpointError(
                 f"a checkpoint in {self.path} takes up to {format_bytes(nbytes)}, and "

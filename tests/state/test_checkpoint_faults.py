@@ -204,3 +204,28 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_checkpoint(tmp_path, ki
     assert json.loads(out.splitlines()[0])["step"] >= newest
     after = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert all(name.isdigit() for name in after), (left, after)
+
+
+KILLED_WHILE_DELETING = """
+import os, shutil, sys
+import jax.numpy as jnp
+import jaxmem
+
+def killed(*args, **kwargs):
+    os._exit(9)
+
+for step in range(3):
+    if step == 2:  # What pushes the first one out.
+        os.unlink = os.rmdir = shutil.rmtree = killed
+    jaxmem.save(sys.argv[1], {"w": jnp.ones(3) * step}, step=step, keep=2, wait=True)
+"""
+
+
+def test_a_process_that_ends_while_an_old_checkpoint_goes_leaves_none_that_is_half_there(tmp_path):
+    code = [sys.executable, "-c", KILLED_WHILE_DELETING, str(tmp_path)]
+    ended = subprocess.run(code, cwd=HERE.parent.parent, capture_output=True, text=True)
+    assert ended.returncode == 9, ended.stderr
+    assert {path.name for path in tmp_path.iterdir() if path.name.isdecimal()} == {"1", "2"}
+    assert jaxmem.restore(tmp_path, {"w": jnp.zeros(3)})["w"][0] == 2
+    jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=3, keep=2, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]

@@ -1,0 +1,400 @@
+"""A GPT whose state is split over the GPUs of a machine, beside FSDP by hand in plain JAX.
+
+    python benchmarks/meshes.py --json benchmarks/results/2xh200_meshes.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
+        python benchmarks/meshes.py --layers 2 --width 256 --heads 4 --sequence 64 --batch 16 \\
+        --vocab 512 --attention xla --budget-of 8xh200                        # a dry run
+
+The mesh is all devices that are here, on one axis. Plain JAX is ``jax.jit`` of the same step with
+the same shardings, as FSDP is written by hand: as written, and with ``nothing_saveable`` around
+every layer. ``tight`` is the smallest budget that jaxmem finds for the step; it says whether one of
+the plain ways fits there. ``host`` has the optimizer's state in pinned host memory.
+
+Every row is a process of its own, because an allocator's peak is never reset: what is predicted and
+compiled for each device, the allocator's own peak, the largest of all devices, and the losses of
+the first steps. The last process has all ways beside each other and times them in turn, so that
+what slows the machine slows all of them. Exits with 1 if a row is missing, losses differ, or an
+allocator's peak is more than 5% over what was compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+ROWS = ("measure", "plain", "plain remat", "zero3", "tight", "zero1", "host")
+TIMED = ("plain", "plain remat", "zero3", "tight")
+# A bfloat16 net whose sums are taken in another order.
+LOSSES_WITHIN, PEAK_WITHIN = 5e-3, 0.05
+FIRST_STEPS = 3
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("--layers", type=int, default=24)
+    made.add_argument("--width", type=int, default=2048)
+    made.add_argument("--heads", type=int, default=16)
+    made.add_argument("--sequence", type=int, default=2048)
+    made.add_argument("--batch", type=int, default=16, help="sequences, of all devices together")
+    made.add_argument("--vocab", type=int, default=50304)
+    made.add_argument("--attention", default="cudnn", choices=["cudnn", "xla"])
+    made.add_argument("--unrolled", action="store_true", help="one layer after another, no scan")
+    made.add_argument("--samples", type=int, default=7, help="of each way, in turn")
+    made.add_argument("--steps", type=int, default=3, help="in a sample")
+    made.add_argument("--budget-of", help="a target to plan for, such as 8xh200, where no GPU is")
+    made.add_argument("--only", nargs="*", default=[*ROWS, "timed"])
+    made.add_argument("--tight", help="a budget such as 12GiB; default: the smallest, searched for")
+    made.add_argument("--limit", type=float, default=300.0, help="seconds for each process")
+    made.add_argument("--plan", type=Path, default=Path("/tmp/jaxmem_tight_plan.json"))
+    made.add_argument("--json", type=Path)
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+# What is compared.
+
+
+class Work:
+    """The step, its state and its batch, over all devices that are here."""
+
+    def __init__(self, options: argparse.Namespace):
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from flax import nnx
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+        from models.gpt import GPT, GPTConfig
+
+        import jaxmem
+
+        self.options = options
+        auto = (AxisType.Auto,)
+        self.mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+        self.rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        self.config = functools.partial(
+            GPTConfig,
+            vocab_size=options.vocab,
+            layers=options.layers,
+            heads=options.heads,
+            d_model=options.width,
+            sequence=options.sequence,
+            dtype=jnp.bfloat16,
+            scan_layers=not options.unrolled,
+            attention=options.attention,
+        )
+        self.model = lambda config: GPT(config, rngs=nnx.Rngs(0))
+        self.tx = optax.adam(1e-4)
+        self.shapes = jax.eval_shape(self.first_state)
+        self.layouts = {
+            rule: jaxmem.shard(self.shapes, self.mesh, rule) for rule in ("zero3", "zero1")
+        }
+
+    def first_state(self) -> dict[str, Any]:
+        from flax import nnx
+
+        params = nnx.to_pure_dict(nnx.state(self.model(self.config())))
+        return {"params": params, "opt": self.tx.init(params)}
+
+    def state(self, rule: str = "zero3") -> dict[str, Any]:
+        """A fresh state, made where it belongs."""
+        import jax
+
+        return jax.jit(self.first_state, out_shardings=self.layouts[rule].shardings)()
+
+    def tokens(self) -> Any:
+        import jax
+
+        shape = (self.options.batch, self.options.sequence + 1)
+
+        def made() -> jax.Array:
+            return jax.random.randint(jax.random.key(1), shape, 0, self.options.vocab)
+
+        return jax.jit(made, out_shardings=self.rows)()
+
+    def step(self, remat_policy: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from flax import nnx
+
+        graph, _ = nnx.split(
+            nnx.eval_shape(lambda: self.model(self.config(remat_policy=remat_policy)))
+        )
+
+        def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+            logits = nnx.merge(graph, params)(tokens[:, :-1]).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        def train_step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict, jax.Array]:
+            loss, grads = jax.value_and_grad(loss_of)(state["params"], tokens)
+            updates, opt = self.tx.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+        return train_step
+
+    def fitted(self, rule: str = "zero3", **settings: Any) -> Any:
+        import jaxmem
+
+        return jaxmem.fit(
+            self.step(),
+            mesh=self.mesh,
+            shard=self.layouts[rule],
+            donate_argnums=0,
+            target=self.options.budget_of,
+            progress=False,
+            **settings,
+        )
+
+    def plain(self, remat: bool) -> Any:
+        """FSDP by hand: the same specs for what comes in and what goes out."""
+        import jax
+
+        layout = self.layouts["zero3"].shardings
+        policy = jax.checkpoint_policies.nothing_saveable if remat else None
+        return jax.jit(
+            self.step(policy),
+            donate_argnums=0,
+            in_shardings=(layout, self.rows),
+            out_shardings=(layout, None),
+        )
+
+
+def way(work: Work, name: str) -> tuple[Callable, dict[str, Any]]:
+    """How a row runs, and what is known of it before it does."""
+    import jaxmem
+
+    if name.startswith("plain"):
+        run = work.plain(name.endswith("remat")).lower(work.shapes, work.tokens()).compile()
+        memory = run.memory_analysis()
+        total = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        return run, {"compiled_bytes": total}
+    started = time.perf_counter()
+    settings: dict[str, Any] = {}
+    if name == "tight":
+        known = known_plan(work)
+        settings = {"plan": known, "budget": known.budget_bytes}
+    if name == "host":
+        settings = {"host": "*'opt'*"}
+    run = work.fitted("zero1" if name == "zero1" else "zero3", **settings)
+    plan: jaxmem.Plan = run.plan(work.shapes, work.tokens())
+    return run, {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_bytes": plan.predicted_bytes,
+        "compiled_bytes": plan.compiled_bytes,
+        "argument_bytes": plan.argument_bytes,
+        "host_bytes": plan.host_bytes,
+        "predicted_ms": plan.predicted_seconds * 1e3,
+        "solver": plan.solver,
+        "planning_seconds": time.perf_counter() - started,
+    }
+
+
+def known_plan(work: Work) -> Any:
+    """The plan for the smallest budget that is found; it is kept for the process that times."""
+    import jaxmem
+
+    path = work.options.plan
+    if not path.exists() and work.options.tight:
+        work.fitted(budget=work.options.tight).plan(work.shapes, work.tokens()).save(path)
+    elif not path.exists():
+        try:
+            work.fitted(budget=2**20).plan(work.shapes, work.tokens())
+        except jaxmem.BudgetInfeasibleError as error:
+            work.fitted(budget=error.smallest_bytes).plan(work.shapes, work.tokens()).save(path)
+        else:
+            raise AssertionError("a MiB was enough")
+    return jaxmem.Plan.load(path)
+
+
+# What a process does.
+
+
+def row(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """One way, alone in this process."""
+    import jax
+
+    import jaxmem
+
+    if name == "measure":  # Kept for the processes after it, whose allocators it must not fill.
+        target = jaxmem.Target.local()
+        device = jax.devices()[0]
+        return {
+            "device": device.device_kind,
+            "devices": jax.device_count(),
+            "jax": jax.__version__,
+            "python": sys.version.split()[0],
+            "target": target.name,
+            "limit_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+    work = Work(options)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(work.shapes["params"]))
+    run, told = way(work, name)
+    state, tokens = work.state("zero1" if name == "zero1" else "zero3"), work.tokens()
+    if name == "host":
+        state = run.place(state, tokens)[0]
+    losses, seconds = [], []
+    for _ in range(FIRST_STEPS + options.samples):
+        started = time.perf_counter()
+        state, loss = run(state, tokens)
+        jax.block_until_ready((state, loss))
+        seconds.append(time.perf_counter() - started)
+        losses.append(float(loss))
+    return {
+        "name": name,
+        "parameters": parameters,
+        **told,
+        "allocator_peak_bytes": peak(),
+        "ms": statistics.median(seconds[FIRST_STEPS:]) * 1e3,
+        "losses": losses,
+    }
+
+
+def peak() -> int | None:
+    """The most that the allocator of any device here has given out; nothing on CPUs."""
+    import jax
+
+    found = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    return None if None in found else max(found)
+
+
+def timed(options: argparse.Namespace) -> dict[str, Any]:
+    """All ways in turn: milliseconds of a step, and each as a share of plain JAX beside it."""
+    import jax
+
+    work = Work(options)
+    tokens, runs, states = work.tokens(), {}, {}
+    for name in TIMED:
+        if name == "tight" and not options.plan.exists():
+            continue
+        runs[name], states[name] = way(work, name)[0], work.state()
+    for name, run in runs.items():
+        for _ in range(FIRST_STEPS):
+            states[name], loss = run(states[name], tokens)
+        jax.block_until_ready((states[name], loss))
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for n in range(options.samples):
+        # Each is first as often as last.
+        for name in list(runs) if n % 2 else list(runs)[::-1]:
+            started = time.perf_counter()
+            for _ in range(options.steps):
+                states[name], loss = runs[name](states[name], tokens)
+            jax.block_until_ready((states[name], loss))
+            taken[name].append((time.perf_counter() - started) / options.steps)
+    return {
+        "name": "timed",
+        "samples_ms": {name: [s * 1e3 for s in its] for name, its in taken.items()},
+        "ms": {name: statistics.median(its) * 1e3 for name, its in taken.items()},
+        "throughput_of_plain": {
+            name: statistics.median(p / s for p, s in zip(taken["plain"], its, strict=True))
+            for name, its in taken.items()
+        },
+    }
+
+
+# All of them.
+
+
+def in_a_process(name: str, given: list[str], limit: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, *given, "--child", name]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"name": name, "error": f"not done after {limit:g} s"}
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        return {"name": name, "error": done.stderr[-2000:], "process_seconds": seconds}
+    return {**json.loads(done.stdout.splitlines()[-1]), "process_seconds": seconds}
+
+
+def wrong(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """What does not hold, in words."""
+    found = [f"{name}: {its['error'][-300:]}" for name, its in rows.items() if "error" in its]
+    first = rows.get("plain", {}).get("losses")
+    for name, its in rows.items():
+        if first and "losses" in its:
+            apart = max(abs(a - b) / abs(a) for a, b in zip(first, its["losses"], strict=True))
+            its["losses_apart"] = apart
+            if apart > LOSSES_WITHIN:
+                found.append(f"{name}: losses differ by {apart:.1e}")
+        if its.get("allocator_peak_bytes") and not name.startswith("plain"):
+            over = its["allocator_peak_bytes"] / its["compiled_bytes"] - 1
+            its["allocator_over_compiled"] = over
+            if over > PEAK_WITHIN:
+                found.append(f"{name}: the allocator's peak is {over:.1%} over what was compiled")
+    if "compiled_bytes" in rows.get("tight", {}):
+        budget = rows["tight"]["budget_bytes"]
+        plain = {n: its for n, its in rows.items() if n.startswith("plain")}
+        rows["tight"]["plain_ways_that_fit"] = [
+            name
+            for name, its in plain.items()
+            if (its.get("allocator_peak_bytes") or its.get("compiled_bytes", 0)) <= budget
+        ]
+    return found
+
+
+def shown(its: dict[str, Any]) -> str:
+    if "error" in its:
+        return its["error"].strip().splitlines()[-1][:160]
+    if its.get("name") == "timed":
+        shares = its["throughput_of_plain"]
+        return ", ".join(f"{k} {v:.1f} ms ({shares[k]:.1%})" for k, v in its["ms"].items())
+    if "compiled_bytes" not in its:
+        return str(its)
+    sizes = [its.get(f"{k}_bytes") for k in ("budget", "predicted", "compiled", "allocator_peak")]
+    gib = ["   -  " if nbytes is None else f"{nbytes / 2**30:6.2f}" for nbytes in sizes]
+    return (
+        f"budget {gib[0]} predicted {gib[1]} compiled {gib[2]} allocator {gib[3]} GiB, "
+        f"{its['ms']:.1f} ms, losses {its['losses'][0]:.5f} .. {its['losses'][-1]:.5f}"
+    )
+
+
+def main() -> int:
+    options = parser().parse_args()
+    if options.child:
+        do = timed if options.child == "timed" else functools.partial(row, name=options.child)
+        print(json.dumps(do(options)))
+        return 0
+    options.plan.unlink(missing_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    failed: list[str] = []
+    started = time.perf_counter()
+    for name in (*ROWS, "timed"):
+        if name in options.only:
+            rows[name] = in_a_process(name, sys.argv[1:], options.limit)
+            print(f"{name:12s} {shown(rows[name])}", flush=True)
+            failed = wrong(rows)
+            write(options, rows, failed, time.perf_counter() - started)
+    print(*failed, sep="\n")
+    return int(bool(failed))
+
+
+def write(options: argparse.Namespace, rows: dict, failed: list[str], seconds: float) -> None:
+    """What is known so far: there may be no time for all rows."""
+    result = {
+        **rows.get("measure", {}),
+        "cores": os.cpu_count(),
+        "options": {k: str(v) for k, v in vars(options).items() if k not in ("json", "child")},
+        "seconds": seconds,
+        "rows": rows,
+        "wrong": failed,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
