@@ -73,6 +73,24 @@ def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
 
 
+def propagated(lowered: jax.stages.Lowered) -> tuple[str, list[str]]:
+    """A lowered program with Shardy's propagation run on it: its meshes, and for each result how
+    it is split, as Shardy prints them; the program itself is changed.
+    """
+    from jaxlib.mlir import ir, passmanager
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        for passes in ("inline", "sdy-propagation-pipeline"):
+            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        ops = list(module.body.operations)
+        meshes = "\n".join(str(op) for op in ops if op.operation.name == "sdy.mesh")
+        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
+        results = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes["res_attrs"])]
+        split = [str(each["sdy.sharding"]) if "sdy.sharding" in each else "" for each in results]
+    return meshes, split
+
+
 def under(eqn: jex.JaxprEqn, outer: jex.JaxprEqn) -> jex.JaxprEqn:
     """``eqn`` of an inlined call, with the calling equation's name stack in front of its own.
 

@@ -13,44 +13,69 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem.errors import ArgumentError
+from jaxmem.program.layout import Layout
 
 
 class Value:
     """One array of the program.
 
     Attributes:
-        aval: its shape and dtype.
-        nbytes: its bytes on the device; 0 where it is in host memory.
+        aval: its shape and dtype, as a whole.
+        nbytes: its bytes on each device; 0 where it is in host memory.
         key: stable identity for plans; ``None`` for values the rewrite makes anew.
         host: whether it is in host memory.
+        layout: how it is split over several devices; ``None`` where each has all of it, or where
+            that is not known (:mod:`jaxmem.runtime.layouts`).
     """
 
-    __slots__ = ("aval", "host", "key", "nbytes")
+    __slots__ = ("aval", "host", "key", "layout", "nbytes")
 
-    def __init__(self, aval: Any, key: str | None = None, host: bool = False):
+    def __init__(
+        self,
+        aval: Any,
+        key: str | None = None,
+        host: bool = False,
+        layout: Layout | None = None,
+    ):
         self.aval = aval
         self.key = key
         self.host = host
-        self.nbytes = 0 if host else aval_bytes(aval)
+        self.lay_out(layout)
+
+    def lay_out(self, layout: Layout | None) -> None:
+        """From now on it is split like this."""
+        self.layout = layout
+        self.nbytes = 0 if self.host else self.part_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of what each device has of it, wherever it is."""
+        return aval_bytes(self.aval) if self.layout is None else self.layout.part_bytes(self.aval)
 
     @property
     def host_bytes(self) -> int:
-        """Its bytes in host memory; 0 where it is on the device."""
-        return aval_bytes(self.aval) if self.host else 0
+        """Its bytes in host memory, for each device; 0 where it is on the device."""
+        return self.part_bytes if self.host else 0
 
     def on_host(self) -> Value:
         """A new value of the same shape and dtype in host memory: what a send makes of it."""
-        return Value(self.aval, f"{self.key}.host", host=True)
+        return Value(self.aval, f"{self.key}.host", host=True, layout=self.layout)
 
     def on_device(self) -> Value:
         """A new value of the same shape and dtype on the device: what a fetch makes of it."""
-        return Value(self.aval)
+        return Value(self.aval, layout=self.layout)
 
     def like(self) -> Value:
         """A new value of the same shape and dtype: what a recomputation produces."""
         made = Value.__new__(Value)
         made.aval, made.key, made.nbytes, made.host = self.aval, None, self.nbytes, self.host
+        made.layout = self.layout
         return made
+
+    def stack(self, length: int, key: str | None = None) -> Value:
+        """A new value of ``length`` rows like this one."""
+        layout = None if self.layout is None else self.layout.stacked()
+        return Value(stacked(self.aval, length), key, self.host, layout)
 
     def __repr__(self) -> str:
         return f"Value({self.key}: {self.aval})"
@@ -301,8 +326,18 @@ class Program:
 
     @property
     def sharded(self) -> bool:
-        """Whether any argument is split over several devices; bytes are then not known before."""
+        """Whether any argument is on several devices."""
         return any(s is not None and s.num_devices > 1 for s in self.shardings)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether it is known how each value is split over several devices."""
+        return any(v.layout is not None for v in self.block.inputs)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether bytes are those of each device; else they are those of whole arrays."""
+        return self.is_laid_out or not self.sharded
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
@@ -334,15 +369,15 @@ class Program:
             for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
         )
 
-    @functools.cached_property
+    @property
     def result_bytes(self) -> tuple[int, ...]:
         """Bytes of each result on each device, before donation.
 
-        Those whose layout is left to the compiler count as a whole.
+        Those whose layout is left to the compiler count as a whole as long as it is not known.
         """
         given = self.out_shardings() or [None] * len(self.block.outputs)
         return tuple(
-            aval_bytes(atom.aval) if sharding is None else _shard_bytes(atom.aval, sharding)
+            _bytes_of(atom) if sharding is None else _shard_bytes(atom.aval, sharding)
             for atom, sharding in zip(self.block.outputs, given, strict=True)
         )
 
@@ -415,6 +450,10 @@ def in_host_memory(sharding: Any) -> Any:
     if sharding is None:
         return SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     return sharding.with_memory_kind("pinned_host")
+
+
+def _bytes_of(atom: Atom) -> int:
+    return atom.part_bytes if isinstance(atom, Value) else aval_bytes(atom.aval)
 
 
 def _shard_bytes(aval: Any, sharding: Any) -> int:

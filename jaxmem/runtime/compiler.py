@@ -15,6 +15,7 @@ from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
+from jaxmem.runtime.layouts import lay_out
 from jaxmem.targets import table
 from jaxmem.targets.compiling import (
     Compiled,
@@ -107,6 +108,7 @@ class Compiler:
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
+        lay_out(self.program, self.target)
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
         self.search = Search(
