@@ -8,7 +8,7 @@ XLA's partitioner goes about it (Xu et al. 2021, "GSPMD"); it may find something
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmem.program.collectives import Sent, gathering, reducing, scattering
@@ -80,18 +80,12 @@ def _exchanged(op: Op, dimensions: Sequence[_Dimension], plain: Exchange) -> Exc
     result = op.outputs[0]
     summed = _summed(op, dimensions)
     axes = frozenset().union(*summed)
-    needed = [
-        own if d.result is None else _axes(result, d.result) - axes
-        for d, own in zip(dimensions, summed, strict=True)
-    ]
+    needed = _needed(op, dimensions, summed)
     sent, working = [], 0
-    for place, value in enumerate(op.inputs):
-        if isinstance(value, Value) and value.layout is not None:
-            at = {d.operands[place]: its for d, its in zip(dimensions, needed, strict=True)}
-            gathered, nbytes = _gathered(value, at)
-            if gathered:
-                sent.append(gathering(nbytes, size_of(gathered)))
-                working += nbytes
+    for value, layout in _gathered(op, dimensions, needed):
+        nbytes = layout.part_bytes(value.aval)
+        sent.append(gathering(nbytes, size_of(_layout(value).all_axes - layout.all_axes)))
+        working += nbytes
     kept = _layout(result).all_axes
     if scattered := axes & kept:
         whole = result.part_bytes * size_of(scattered)
@@ -104,6 +98,14 @@ def _exchanged(op: Op, dimensions: Sequence[_Dimension], plain: Exchange) -> Exc
         return plain._replace(devices=size_of(together))
     total = Sent(sum(s.nbytes for s in sent), sum(s.seconds for s in sent))
     return plain._replace(devices=size_of(together), sent=total, working_bytes=working)
+
+
+def gathered(op: Op) -> dict[Value, Layout]:
+    """The operands of ``op`` that are gathered for it, and how they are split then."""
+    dimensions = _dimensions(op) if any(v.layout is not None for v in op.values) else []
+    if op.barrier or op.transfer or op.loop is not None or not dimensions:
+        return {}
+    return dict(_gathered(op, dimensions, _needed(op, dimensions, _summed(op, dimensions))))
 
 
 def _summed(op: Op, dimensions: Sequence[_Dimension]) -> list[frozenset[Axis]]:
@@ -122,14 +124,30 @@ def _summed(op: Op, dimensions: Sequence[_Dimension]) -> list[frozenset[Axis]]:
     return found
 
 
+def _needed(
+    op: Op, dimensions: Sequence[_Dimension], summed: Sequence[frozenset[Axis]]
+) -> list[frozenset[Axis]]:
+    """The axes that each dimension is split along while the operation runs."""
+    axes, result = frozenset().union(*summed), op.outputs[0]
+    return [
+        own if d.result is None else _axes(result, d.result) - axes
+        for d, own in zip(dimensions, summed, strict=True)
+    ]
+
+
 def _gathered(
-    value: Value, needed: dict[int | None, frozenset[Axis]]
-) -> tuple[frozenset[Axis], int]:
-    """The axes along which an operand is gathered, and the bytes of what that makes."""
-    axes = [_axes(value, n) for n in range(len(value.aval.shape))]
-    missing = [own - needed.get(n, own) for n, own in enumerate(axes)]
-    left = Layout(tuple(tuple(own - gone) for own, gone in zip(axes, missing, strict=True)))
-    return frozenset().union(*missing), left.part_bytes(value.aval)
+    op: Op, dimensions: Sequence[_Dimension], needed: Sequence[frozenset[Axis]]
+) -> Iterator[tuple[Value, Layout]]:
+    for place, value in enumerate(op.inputs):
+        if not isinstance(value, Value) or value.layout is None:
+            continue
+        at = {d.operands[place]: its for d, its in zip(dimensions, needed, strict=True)}
+        axes = value.layout.axes
+        left = tuple(
+            tuple(axis for axis in own if axis in at.get(n, own)) for n, own in enumerate(axes)
+        )
+        if left != axes:
+            yield value, Layout(left)
 
 
 def _layout(value: Value) -> Layout:

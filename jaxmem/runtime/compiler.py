@@ -11,6 +11,7 @@ from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
+from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
@@ -109,6 +110,7 @@ class Compiler:
 
     def __post_init__(self):
         lay_out(self.program, self.target)
+        self.program = with_gathered(self.program)
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
         self.search = Search(
