@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import AxisType
 
 from jaxmem import _compat
@@ -173,7 +174,7 @@ class _Flat:
         traced = jax.make_jaxpr(fun)(*(a.aval for a in operands))
         known: dict[Any, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
         for eqn in traced.jaxpr.eqns:
-            inputs = [known.get(a, a) for a in eqn.invars]
+            inputs = [a if isinstance(a, jex.Literal) else known[a] for a in eqn.invars]
             outputs = [known.setdefault(v, Value(v.aval)) for v in eqn.outvars]
             placed = eqn.replace(source_info=place.eqn.source_info, ctx=place.eqn.ctx)
             self.ops.append(Op(placed, inputs, outputs))
