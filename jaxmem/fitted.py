@@ -36,7 +36,7 @@ from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.repeated import Repeats
 from jaxmem.runtime.step import Step, inputs, rebuilding
 from jaxmem.runtime.tries import Outcome
-from jaxmem.state import meshed
+from jaxmem.state import automatic, meshed
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
@@ -101,7 +101,26 @@ class FittedStep:
         self._host_budget, self._host = host_budget, check_patterns(host, plan, measure)
         if target is not None:
             Target.resolve(target)
-        self._meshed = meshed.make(self._caller, mesh, shard, target)
+        self._ways = automatic.ways(shard)
+        first = list(self._ways[0].rules) if self._ways else shard
+        self._meshed = meshed.make(self._caller, mesh, first, target)
+        self._split = functools.partial(
+            FittedStep,
+            fun,
+            budget=budget,
+            target=target,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            verify=verify,
+            progress=progress,
+            plan=plan,
+            host_budget=host_budget,
+            host=host,
+            policy=policy,
+            measure=measure,
+            time_limit=time_limit and time_limit / max(1, len(self._ways)),
+            mesh=mesh,
+        )
         if measure and self._meshed is not None:
             self._meshed.check_can_run()
         self._traced: dict[Hashable, Traced] = {}
@@ -134,7 +153,25 @@ class FittedStep:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = self._caller.take(args, kwargs)
+        if self._ways:
+            self._choose(args, kwargs)
         return call if self._meshed is None else self._meshed.lay_out(call, args, kwargs)
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Settle how the state is split, for these arguments and all that come later."""
+        with self._planning:
+            if not self._ways:
+                return
+
+            def planned(way: automatic.Way) -> tuple[FittedStep, Plan]:
+                step = self._split(shard=list(way.rules))
+                return step, step.plan(*args, **kwargs)
+
+            chosen, note = automatic.choose(self._caller.name, self._ways, planned)
+            for key, outcome in chosen._outcomes.items():
+                self._traced[key] = chosen._traced[key]
+                self._outcomes[key] = automatic.with_note(outcome, note)
+            self._meshed, self._ways = chosen._meshed, ()
 
     def _tracing(self, call: Call) -> AbstractContextManager[Any]:
         return nullcontext() if self._meshed is None else self._meshed.laid(call).tracing()
