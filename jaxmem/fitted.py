@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
@@ -104,23 +105,6 @@ class FittedStep:
         self._ways = automatic.ways(shard)
         first = list(self._ways[0].rules) if self._ways else shard
         self._meshed = meshed.make(self._caller, mesh, first, target)
-        self._split = functools.partial(
-            FittedStep,
-            fun,
-            budget=budget,
-            target=target,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            verify=verify,
-            progress=progress,
-            plan=plan,
-            host_budget=host_budget,
-            host=host,
-            policy=policy,
-            measure=measure,
-            time_limit=time_limit and time_limit / max(1, len(self._ways)),
-            mesh=mesh,
-        )
         if measure and self._meshed is not None:
             self._meshed.check_can_run()
         self._traced: dict[Hashable, Traced] = {}
@@ -164,7 +148,10 @@ class FittedStep:
                 return
 
             def planned(way: automatic.Way) -> tuple[FittedStep, Plan]:
-                step = self._split(shard=list(way.rules))
+                step = copy.copy(self)
+                step._meshed = self._meshed and self._meshed.ruled_by(list(way.rules))
+                step._ways, step._traced, step._outcomes = (), {}, {}
+                step._time_limit = self._time_limit and self._time_limit / len(self._ways)
                 return step, step.plan(*args, **kwargs)
 
             chosen, note = automatic.choose(self._caller.name, self._ways, planned)

@@ -44,7 +44,10 @@ def split_in_segments(halves: Halves, counts: Sequence[int]) -> tuple[Op, Op]:
     kept = [*starts, *ends]
     inputs = (*ahead.constants, *ahead.carry)
     pieces = Block(loop.body.path, inputs, tuple(line), (*state[1:], *kept))
-    outer = [Value(v.aval, f"{halves.pair.joint.path}.start{n}", layout=v.layout) for n, v in enumerate(kept)]
+    outer = [
+        Value(v.aval, f"{halves.pair.joint.path}.start{n}", layout=v.layout)
+        for n, v in enumerate(kept)
+    ]
     escaping = [first.outputs[k] for k in halves.pair.escaping]
     results = [*first.outputs[: loop.num_carry], *escaping, *outer]
     forward = _in_pieces(first, [*ahead.operands, *_carried(first)], results, pieces)

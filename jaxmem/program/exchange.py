@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmem.program.collectives import Sent, gathering, reducing, scattering
-from jaxmem.program.ir import Op, Value, aval_bytes
+from jaxmem.program.ir import Atom, Op, Value, aval_bytes
 from jaxmem.program.layout import Axis, Layout, size_of
 
 _REDUCTIONS = frozenset(
@@ -154,6 +154,10 @@ def _layout(value: Value) -> Layout:
     return value.layout or Layout(((),) * len(getattr(value.aval, "shape", ())))
 
 
+def _rank(atom: Atom) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
 def _axes(value: Value, dimension: int) -> frozenset[Axis]:
     return _layout(value).of(dimension)
 
@@ -185,7 +189,7 @@ def _product(op: Op) -> list[_Dimension]:
         found.append(_Dimension((a, b), place))
         place += 1
     for side, taken in ((0, {*left, *left_batch}), (1, {*right, *right_batch})):
-        for n in range(len(op.inputs[side].aval.shape)):
+        for n in range(_rank(op.inputs[side])):
             if n not in taken:
                 found.append(_Dimension((n, None) if side == 0 else (None, n), place))
                 place += 1
@@ -204,7 +208,7 @@ def _convolution(op: Op) -> list[_Dimension]:
 
 def _reduction(op: Op) -> list[_Dimension]:
     gone = {*op.eqn.params["axes"]}
-    rank = len(op.inputs[0].aval.shape)
+    rank = _rank(op.inputs[0])
     left = iter(range(rank))
     return [_Dimension((n,), None if n in gone else next(left)) for n in range(rank)]
 
@@ -216,7 +220,7 @@ def _transposition(op: Op) -> list[_Dimension]:
 def _looked_up(op: Op) -> list[_Dimension]:
     """Rows of a table: each device looks in its part of it, and what it has not is zero there."""
     numbers = op.eqn.params["dimension_numbers"]
-    rank = len(op.inputs[0].aval.shape)
+    rank = _rank(op.inputs[0])
     indexed = {*numbers.start_index_map, *numbers.collapsed_slice_dims}
     whole = [n for n in range(rank) if n not in {*numbers.collapsed_slice_dims}]
     batching = {*getattr(numbers, "operand_batching_dims", ())}
@@ -232,4 +236,3 @@ _RULES: dict[str, Callable[[Op], list[_Dimension]]] = {
     "transpose": _transposition,
     "gather": _looked_up,
 }
-

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 from jax.sharding import AxisType
@@ -28,7 +29,7 @@ from jaxmem.rewrite.standin import compilable
 from jaxmem.targets.compiling import lower_for
 from jaxmem.targets.target import Target
 
-_MESH = re.compile(r'sdy\.mesh @(?P<name>[^ =]+) = <(?P<axes>[^>{]*)>')
+_MESH = re.compile(r"sdy\.mesh @(?P<name>[^ =]+) = <(?P<axes>[^>{]*)>")
 _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=(?P<size>\d+))?')
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
@@ -94,9 +95,7 @@ def _typed(value: Value) -> Layout | None:
 
 
 def _is_array(value: Value) -> bool:
-    return bool(value.part_bytes) and not jax.dtypes.issubdtype(
-        value.aval.dtype, jax.dtypes.extended
-    )
+    return bool(value.part_bytes) and not jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
 
 
 def _inputs(block: Block) -> Iterator[Value]:
@@ -145,55 +144,48 @@ class _Flat:
     def _iteration(self, op: Op, loop: Loop) -> None:
         given = [self._at(a) for a in op.inputs]
         first = loop.num_consts + loop.num_carry
-        whole, body = op.inputs, loop.body
+        body = loop.body
         for n, value in enumerate(body.inputs):
-            if n < loop.num_consts:
-                self.now[value] = given[n]
-            elif n < first:
-                # A number that is known before the loop has no layout to begin with.
-                self.now[value] = self._new(op, lambda a: lax.reshape(a, a.shape), given[n])
-            else:
-                self.now[value] = self._new(op, _row, given[n])
-            stands = self.now[value]
+            stands = given[n] if n < first else self._new(op, _row, given[n])
+            self.now[value] = stands
             if isinstance(stands, Value):
                 self.copies.append((stands, value))
         self._take(body.ops)
         made = [self._at(a) for a in body.outputs]
         for n, result in enumerate(op.outputs):
             if n < loop.num_carry:
-                formal = body.inputs[loop.num_consts + n]
-                stands = self._new(op, _either, self.now[formal], made[n])
+                stands = self._either(op, given[loop.num_consts + n], made[n])
             else:
-                stands = self._new(op, lambda a, n=loop.length: _stack(a, n), made[n])
-            assert isinstance(stands, Value)
+                stands = self._new(op, lambda a, n=loop.length: lax.broadcast(a, (n,)), made[n])
             self.now[result] = stands
-            self.copies.append((stands, result))
+            if isinstance(stands, Value):
+                self.copies.append((stands, result))
 
-    def _new(self, place: Op, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        """What ``fun`` makes of the operands, as operations of this block."""
+    def _either(self, op: Op, before: Atom, after: Atom) -> Atom:
+        """One of both, so that they have the same layout; keys cannot be selected."""
+        if isinstance(after, Value) and not _is_array(after):
+            return after
+        return self._new(op, _selected, before, after)
+
+    def _new(self, place: Op, fun: Callable[..., Any], *operands: Atom) -> Value:
+        """What ``fun`` makes of the operands, in one operation or more of this block."""
         traced = jax.make_jaxpr(fun)(*(a.aval for a in operands))
         known: dict[Any, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
         for eqn in traced.jaxpr.eqns:
             inputs = [a if isinstance(a, jex.Literal) else known[a] for a in eqn.invars]
-            outputs = [known.setdefault(v, Value(v.aval)) for v in eqn.outvars]
+            outputs = [Value(v.aval) for v in eqn.outvars]
+            known.update(zip(eqn.outvars, outputs, strict=True))
             placed = eqn.replace(source_info=place.eqn.source_info, ctx=place.eqn.ctx)
             self.ops.append(Op(placed, inputs, outputs))
             self.values += outputs
-        return known[traced.jaxpr.outvars[0]]
+        return self.values[-1]
 
 
 def _row(whole: Any) -> Any:
     return lax.index_in_dim(whole, 0, keepdims=False)
 
 
-def _stack(row: Any, length: int) -> Any:
-    return lax.broadcast(row, (length,))
-
-
-def _either(before: Any, after: Any) -> Any:
-    """One of both, so that they have the same layout."""
-    if jax.dtypes.issubdtype(after.dtype, jax.dtypes.extended):
-        return after
+def _selected(before: Any, after: Any) -> Any:
     return lax.select(lax.full(after.shape, True), before, after)
 
 
