@@ -62,7 +62,8 @@ def lay_out(program: Program, target: Target) -> None:
         program.avals(),
         out_shardings=[*pinned, *[None] * len(wanted)],
     )
-    text, said = _compat.propagated(lowered)
+    first, state = len(program.consts), program.state or ()
+    text, said = _compat.propagated(lowered, [first + n for n in state], program.replaced)
     meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
     for value, sharding in zip(wanted, said[len(pinned) :], strict=True):
         value.lay_out(_layout(sharding, meshes, len(value.aval.shape)))
