@@ -100,4 +100,5 @@ def analyze(
     where = Target.resolve(target)
     with tracing_for(where), nnx.context((args, kwargs)):
         program = caller.trace(caller.take(args, kwargs)).program
-    return report_on(program, where, program.block, Compiler(program, where).keep_all())
+    compiler = Compiler(program, where)
+    return report_on(compiler.program, where, compiler.block(None), compiler.keep_all())

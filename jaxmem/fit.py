@@ -122,7 +122,11 @@ def fit(
             ``PartitionSpec`` inside the step is over this mesh.
         shard: how the state is split over the mesh, by rules of :func:`jaxmem.shard`
             (``"zero1"``, ``"zero3"``, patterns of paths with a ``PartitionSpec``, several of
-            these), a tree of specs, or what that function returned. The state is what is donated,
+            these), a tree of specs, or what that function returned. ``"auto"`` compares the state
+            whole on each device, ``"zero1"`` and ``"zero3"`` and takes what is predicted to be
+            quickest of those that fit, for the first arguments and all that come later;
+            ``["auto", {pattern: spec}]`` has the patterns in each. The plan's notes say what was
+            predicted. The state is what is donated,
             else the first argument, and arguments with an optimizer's state. Every other array is
             split by its rows over the axes ``"data"`` and ``"fsdp"``, or the only axis; one
             that has a ``NamedSharding`` over the mesh stays as it is. Calls move what is elsewhere,
@@ -150,7 +154,8 @@ def fit(
             step with effects, several processes, or without room for the copies.
 
     Cost:
-        Planning takes one trace and 1 to 12 compiles for each signature; with ``jaxmem.AUTO`` a
+        Planning takes one trace and 1 to 12 compiles for each signature, with ``shard="auto"``
+        three times as much for the first one; with ``jaxmem.AUTO`` a
         trace for each number of microbatches tried; with ``measure`` 7 to 27 runs of up to 5
         programs. Recomputation costs what the plan predicts;
         a program that fits as written is left unchanged, unless a GPU is predicted to be clearly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
@@ -39,7 +40,7 @@ from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.repeated import Repeats
 from jaxmem.runtime.step import Step, inputs, rebuilding
 from jaxmem.runtime.tries import Outcome
-from jaxmem.state import meshed
+from jaxmem.state import automatic, meshed
 from jaxmem.state.placement import place
 from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
@@ -88,7 +89,9 @@ class FittedStep:
         self._host_budget, self._host = host_budget, check_patterns(host, plan, measure)
         if target is not None:
             Target.resolve(target)
-        self._meshed = meshed.make(self._caller, mesh, shard, target)
+        self._ways = automatic.ways(shard)
+        first = list(self._ways[0].rules) if self._ways else shard
+        self._meshed = meshed.make(self._caller, mesh, first, target)
         if measure and self._meshed is not None:
             self._meshed.check_can_run()
         self._traced: dict[Hashable, Traced] = {}
@@ -162,7 +165,28 @@ class FittedStep:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = self._caller.take(args, kwargs)
+        if self._ways:
+            self._choose(args, kwargs)
         return call if self._meshed is None else self._meshed.lay_out(call, args, kwargs)
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Settle how the state is split, for these arguments and all that come later."""
+        with self._planning:
+            if not self._ways:
+                return
+
+            def planned(way: automatic.Way) -> tuple[FittedStep, Plan]:
+                step = copy.copy(self)
+                step._meshed = self._meshed and self._meshed.ruled_by(list(way.rules))
+                step._ways, step._traced, step._outcomes = (), {}, {}
+                step._time_limit = self._time_limit and self._time_limit / len(self._ways)
+                return step, step.plan(*args, **kwargs)
+
+            chosen, note = automatic.choose(self._caller.name, self._ways, planned)
+            for key, outcome in chosen._outcomes.items():
+                self._traced[key] = chosen._traced[key]
+                self._outcomes[key] = automatic.with_note(outcome, note)
+            self._meshed, self._ways = chosen._meshed, ()
 
     def _tracing(self, call: Call) -> AbstractContextManager[Any]:
         return nullcontext() if self._meshed is None else self._meshed.laid(call).tracing()

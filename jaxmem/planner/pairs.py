@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value, stacked
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.loops import Pair
 from jaxmem.program.making import in_pieces
 
@@ -167,8 +167,7 @@ class _Stacks:
         if stack is None:
             stack = self.residuals.get(value)
             if stack is None:
-                aval = stacked(value.aval, self.length)
-                stack = Value(aval, f"{self.prefix}.{value.key}", host=value.host)
+                stack = value.stack(self.length, f"{self.prefix}.{value.key}")
             self.known[value] = stack
             self.body.append(value)
             self.outer.append(stack)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.planner.pairs import Halves
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value, stacked
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.making import empty, index_number, index_value
 
 
@@ -44,7 +44,10 @@ def split_in_segments(halves: Halves, counts: Sequence[int]) -> tuple[Op, Op]:
     kept = [*starts, *ends]
     inputs = (*ahead.constants, *ahead.carry)
     pieces = Block(loop.body.path, inputs, tuple(line), (*state[1:], *kept))
-    outer = [Value(v.aval, f"{halves.pair.joint.path}.start{n}") for n, v in enumerate(kept)]
+    outer = [
+        Value(v.aval, f"{halves.pair.joint.path}.start{n}", layout=v.layout)
+        for n, v in enumerate(kept)
+    ]
     escaping = [first.outputs[k] for k in halves.pair.escaping]
     results = [*first.outputs[: loop.num_carry], *escaping, *outer]
     forward = _in_pieces(first, [*ahead.operands, *_carried(first)], results, pieces)
@@ -212,7 +215,7 @@ def _back(halves: Halves, again: _Half) -> _Half:
 
 
 def _whole_of(row: Value, length: int) -> Value:
-    return Value(stacked(row.aval, length))
+    return row.stack(length)
 
 
 def _needed(

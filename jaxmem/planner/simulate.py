@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.planner.links import Links
-from jaxmem.program.cost import Rates, op_seconds
+from jaxmem.program.cost import Rates, exchange_seconds, op_seconds
+from jaxmem.program.exchange import exchange
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value, aval_bytes
+from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 
@@ -188,7 +189,7 @@ class Simulator:
             if op.transfer:
                 (result,) = op.outputs
                 earliest = max([now, *(links.ended.get(v, 0.0) for v in op.values)])
-                links.copy(op.transfer, result, aval_bytes(result.aval), earliest)
+                links.copy(op.transfer, result, result.part_bytes, earliest)
                 continue
             waited = (links.ended[v] for v in _waited(op, made, fusion) if v in links.ended)
             now = max([now, *waited])
@@ -197,7 +198,7 @@ class Simulator:
 
     def _link_seconds(self, op: Op) -> float:
         """Time that a transfer occupies its link."""
-        return self.rates.link_seconds(op.transfer, aval_bytes(op.outputs[0].aval))
+        return self.rates.link_seconds(op.transfer, op.outputs[0].part_bytes)
 
     def _host_bytes(self, ops: Sequence[Op], outputs: Sequence[Atom]) -> int:
         """The most bytes in host memory at once; what is given or returned there is not counted."""
@@ -235,6 +236,8 @@ class Simulator:
             inner = self.inside(op)
             known = inner[1].temp_bytes if inner else 0
             if op.loop is None:
+                parts = exchange(op.origin)
+                known = int(known * parts.share) + parts.working_bytes
                 self._inner[op.origin] = known
         return known
 
@@ -281,7 +284,14 @@ class Simulator:
             if known is None:
                 known = self._seconds[op.origin] = op_seconds(op.origin, self.rates)
             return known
-        return fusion.moved_bytes(op) / self.rates.bytes_per_second
+        return fusion.moved_bytes(op) / self.rates.bytes_per_second + self._exchanging(op.origin)
+
+    def _exchanging(self, op: Op) -> float:
+        """What devices exchange for an operation that is fused, or fused into."""
+        known = self._seconds.get(op)
+        if known is None:
+            known = self._seconds[op] = exchange_seconds(op, self.rates)
+        return known
 
 
 def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:

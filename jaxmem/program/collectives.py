@@ -76,6 +76,21 @@ def sent(eqn, axes: Axes) -> Sent | None:
     return _counted(share * given, steps)
 
 
+def reducing(nbytes: float, devices: int) -> Sent:
+    """What each of ``devices`` sends to add up ``nbytes`` that each of them has."""
+    return _counted(2 * (devices - 1) / devices * nbytes, 2 * (devices - 1))
+
+
+def gathering(nbytes: float, devices: int) -> Sent:
+    """What each sends so that all have the ``nbytes`` that they have parts of."""
+    return _counted((devices - 1) / devices * nbytes, devices - 1)
+
+
+def scattering(nbytes: float, devices: int) -> Sent:
+    """What each sends to add up ``nbytes`` that each has, and keep a part of the sum."""
+    return gathering(nbytes, devices)
+
+
 def _counted(nbytes: float, steps: int) -> Sent:
     return Sent(nbytes, _BASE_SECONDS + steps * _STEP_SECONDS)
 

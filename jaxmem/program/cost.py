@@ -10,6 +10,7 @@ from typing import Any
 from jaxmem.errors import TargetError
 from jaxmem.program.collectives import Axes, Sent, sent, within
 from jaxmem.program.convolving import steps_beside, sums_over_places
+from jaxmem.program.exchange import exchange
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
@@ -51,12 +52,15 @@ class Rates:
         rate = self.flops.get(dtype) or self.flops["float32"]
         return max(flops / rate, nbytes / self.bytes_per_second)
 
-    def convolution_seconds(self, eqn: Any, work: Work) -> float:
-        """The slower of memory traffic and of arithmetic with what comes beside it."""
+    def convolution_seconds(self, eqn: Any, work: Work, devices: int = 1) -> float:
+        """The slower of memory traffic and of arithmetic with what comes beside it.
+
+        ``work`` is that of one of ``devices`` which share it.
+        """
         rate = self.flops.get(work.dtype) or self.flops["float32"]
         if not sums_over_places(eqn):
             rate = self.convolving.get(work.dtype, rate)
-        arithmetic = work.flops / rate + steps_beside(eqn) * self.beside_seconds
+        arithmetic = work.flops / rate + steps_beside(eqn) / devices * self.beside_seconds
         return max(arithmetic, work.nbytes / self.bytes_per_second)
 
     def link_seconds(self, transfer: Transfer, nbytes: int) -> float:
@@ -93,21 +97,33 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
     """
     if op.loop is not None:
         return op.loop.length * block_seconds(op.loop.body, rates, axes)
-    eqn = op.eqn
+    eqn, parts = op.eqn, exchange(op)
     work = work_of(eqn)
     if work is not None:
+        work = work._replace(flops=work.flops / parts.devices, nbytes=work.nbytes * parts.share)
         if eqn.primitive.name == "conv_general_dilated":
-            return rates.convolution_seconds(eqn, work)
-        return rates.seconds(work.flops, work.dtype, work.nbytes)
+            computing = rates.convolution_seconds(eqn, work, parts.devices)
+        else:
+            computing = rates.seconds(work.flops, work.dtype, work.nbytes)
+        return computing + exchange_seconds(op, rates)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)
     blocks = opened(eqn)
     if not blocks:
         nbytes = sum(v.nbytes for v in op.values) + sum(v.nbytes for v in op.outputs)
-        return nbytes / rates.bytes_per_second
+        return nbytes / rates.bytes_per_second + exchange_seconds(op, rates)
     times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
     axes = within(eqn, axes)
-    return times * max(block_seconds(block, rates, axes) for block in blocks)
+    # What is inside is written for whole arrays.
+    return times * parts.share * max(block_seconds(block, rates, axes) for block in blocks)
+
+
+def exchange_seconds(op: Op, rates: Rates) -> float:
+    """Seconds of what the compiler makes devices exchange for ``op``."""
+    parts = exchange(op)
+    if not parts.is_collective:
+        return 0.0
+    return rates.collective_seconds(parts.sent, 2.0 * parts.sent.nbytes)
 
 
 def block_seconds(block: Block, rates: Rates, axes: Axes = NO_AXES) -> float:
@@ -120,5 +136,5 @@ def block_seconds(block: Block, rates: Rates, axes: Axes = NO_AXES) -> float:
         if kind is Kind.OPAQUE and not op.transfer:
             total += op_seconds(op, rates, axes)
         else:
-            total += fusion.moved_bytes(op) / rates.bytes_per_second
+            total += fusion.moved_bytes(op) / rates.bytes_per_second + exchange_seconds(op, rates)
     return total

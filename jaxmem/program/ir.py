@@ -13,74 +13,9 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem.errors import ArgumentError
+from jaxmem.program.value import Atom, Value, aval_bytes
 
-
-class Value:
-    """One array of the program.
-
-    Attributes:
-        aval: its shape and dtype.
-        nbytes: its bytes on the device; 0 where it is in host memory.
-        key: stable identity for plans; ``None`` for values the rewrite makes anew.
-        host: whether it is in host memory.
-    """
-
-    __slots__ = ("aval", "host", "key", "nbytes")
-
-    def __init__(self, aval: Any, key: str | None = None, host: bool = False):
-        self.aval = aval
-        self.key = key
-        self.host = host
-        self.nbytes = 0 if host else aval_bytes(aval)
-
-    @property
-    def host_bytes(self) -> int:
-        """Its bytes in host memory; 0 where it is on the device."""
-        return aval_bytes(self.aval) if self.host else 0
-
-    def on_host(self) -> Value:
-        """A new value of the same shape and dtype in host memory: what a send makes of it."""
-        return Value(self.aval, f"{self.key}.host", host=True)
-
-    def on_device(self) -> Value:
-        """A new value of the same shape and dtype on the device: what a fetch makes of it."""
-        return Value(self.aval)
-
-    def like(self) -> Value:
-        """A new value of the same shape and dtype: what a recomputation produces."""
-        made = Value.__new__(Value)
-        made.aval, made.key, made.nbytes, made.host = self.aval, None, self.nbytes, self.host
-        return made
-
-    def __repr__(self) -> str:
-        return f"Value({self.key}: {self.aval})"
-
-
-Atom = Value | jex.Literal
 Transfer = Literal["", "send", "fetch"]
-
-
-def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this aval; 0 for tokens and other things without a shape."""
-    dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", None)
-    if dtype is None or shape is None:
-        return 0
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return size
-
-
-def stacked(aval: Any, length: int) -> Any:
-    """The aval of ``length`` rows of ``aval``; where types say how rows lie on a mesh, so do these.
-
-    >>> stacked(jax.core.ShapedArray((3,), "float32"), 2).shape
-    (2, 3)
-    """
-    sharding, shape = getattr(aval, "sharding", None), (length, *aval.shape)
-    if sharding is None or sharding.mesh.empty:
-        return aval.update(shape=shape)
-    return aval.update(shape=shape, sharding=sharding.update(spec=(None, *sharding.spec)))
 
 
 class Op:
@@ -307,8 +242,18 @@ class Program:
 
     @property
     def sharded(self) -> bool:
-        """Whether any argument is split over several devices; bytes are then not known before."""
+        """Whether any argument is on several devices."""
         return any(s is not None and s.num_devices > 1 for s in self.shardings)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether it is known how each value is split over several devices."""
+        return any(v.layout is not None for v in self.block.inputs)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether bytes are those of each device; else they are those of whole arrays."""
+        return self.is_laid_out or not self.sharded
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
@@ -340,15 +285,15 @@ class Program:
             for v, sharding in zip(self.block.inputs, self.layouts(), strict=True)
         )
 
-    @functools.cached_property
+    @property
     def result_bytes(self) -> tuple[int, ...]:
         """Bytes of each result on each device, before donation.
 
-        Those whose layout is left to the compiler count as a whole.
+        Those whose layout is left to the compiler count as a whole as long as it is not known.
         """
         given = self.out_shardings() or [None] * len(self.block.outputs)
         return tuple(
-            aval_bytes(atom.aval) if sharding is None else _shard_bytes(atom.aval, sharding)
+            _bytes_of(atom) if sharding is None else _shard_bytes(atom.aval, sharding)
             for atom, sharding in zip(self.block.outputs, given, strict=True)
         )
 
@@ -421,6 +366,10 @@ def in_host_memory(sharding: Any) -> Any:
     if sharding is None:
         return SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     return sharding.with_memory_kind("pinned_host")
+
+
+def _bytes_of(atom: Atom) -> int:
+    return atom.part_bytes if isinstance(atom, Value) else aval_bytes(atom.aval)
 
 
 def _shard_bytes(aval: Any, sharding: Any) -> int:

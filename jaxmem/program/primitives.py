@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from jaxmem.program.collectives import COLLECTIVES
+from jaxmem.program.exchange import gathered
 from jaxmem.program.ir import Op
 
 
@@ -28,6 +29,8 @@ _ALIAS = frozenset(
     "sharding_constraint mesh_cast reduce_precision bitcast_convert_type random_wrap "
     "random_unwrap from_edtype to_edtype stop_gradient pvary pcast layout_constraint".split()
 )
+# Where what they ask for is not what is there, devices send each other their parts.
+_CONSTRAINTS = frozenset(["sharding_constraint"])
 _REDUCE = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor "
     "argmax argmin reduce".split()
@@ -60,6 +63,8 @@ def kind_of(op: Op) -> Kind:
     name = op.eqn.primitive.name
     if name in _FUSED:
         return Kind.FUSED
+    if name in _CONSTRAINTS and gathered(op):
+        return Kind.OPAQUE
     if name in _ALIAS:
         return Kind.ALIAS
     if name in _REDUCE:

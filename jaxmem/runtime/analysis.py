@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.planner.simulate import Lifetime, Simulation, Simulator
-from jaxmem.program.ir import Atom, Block, Op, Program, Value, aval_bytes
+from jaxmem.program.ir import Atom, Block, Op, Program, Value
 from jaxmem.program.loops import is_backward, nest
 from jaxmem.program.source import checkpoint_names, origin_of
 from jaxmem.runtime.compiler import rates_of
@@ -26,7 +26,8 @@ def report_on(program: Program, target: Target, block: Block, compiled: Compiled
     simulator = Simulator(rates_of(target))
     simulation = simulator.step(block)
     memory = compiled.memory
-    fixed = memory.total_bytes - memory.temp_bytes if program.sharded else program.fixed_bytes
+    whole = not program.is_counted
+    fixed = memory.total_bytes - memory.temp_bytes if whole else program.fixed_bytes
     buffers = [*_arguments(program, simulation), *_results(program, block, simulation)]
     names = checkpoint_names(nest(program.block))
     buffers += _temporaries(block, simulation, names)
@@ -79,7 +80,7 @@ def _results(program: Program, block: Block, simulation: Simulation) -> Iterator
         shape, dtype = _array(atom)
         yield Buffer(
             f"result{leaf.path}",
-            aval_bytes(atom.aval),
+            program.result_bytes[number],
             "output",
             0,
             end,

@@ -11,10 +11,12 @@ from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
+from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
+from jaxmem.runtime.layouts import lay_out
 from jaxmem.targets import table
 from jaxmem.targets.compiling import (
     Compiled,
@@ -108,6 +110,8 @@ class Compiler:
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
+        lay_out(self.program, self.target)
+        self.program = with_gathered(self.program)
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
         self.search = Search(

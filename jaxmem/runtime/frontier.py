@@ -35,7 +35,7 @@ class _Curve:
         self.compiler, self.report = compiler, report
         self.search: Search = compiler.search
         self.fixed, self.scale = compiler.program.fixed_bytes, 1.0
-        if compiler.program.sharded:
+        if not compiler.program.is_counted:
             # The simulator counts whole arrays, the compiler each device's part of them.
             report("compiling the step as written")
             memory = compiler.keep_all().memory

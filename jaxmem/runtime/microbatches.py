@@ -140,7 +140,7 @@ class _Choosing:
         keep_all = compiler.search.keep_all.temp_bytes
         self.written = max(plain.memory.temp_bytes, 1) / max(keep_all, 1)
         # The simulator counts whole arrays, the compiler each device's part of them.
-        self.scale = self.written if compiler.program.sharded else 1.0
+        self.scale = 1.0 if compiler.program.is_counted else self.written
         before = self.fixed + keep_all
         self.trialled: list[_Option] = []
         self.rounds = [self._round("keep-all, 1 microbatch", before, plain)]

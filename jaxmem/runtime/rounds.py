@@ -107,7 +107,7 @@ class _Rounds(Tries):
         self.search.settle_more(False)
         self.search.hosted = frozenset()
         policed.check_offloads(self.compiler, self.host_bytes)
-        if self.fixed > self.budget and not self.compiler.program.sharded:
+        if self.fixed > self.budget and self.compiler.program.is_counted:
             self._in_host_memory()
             if not self.fitting:
                 raise self._too_big()
@@ -223,7 +223,7 @@ class _Rounds(Tries):
         self.report("compiling the step as written")
         plain = self.compiler.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
-        if self.compiler.program.sharded and self.search.keep_all.temp_bytes:
+        if not self.compiler.program.is_counted and self.search.keep_all.temp_bytes:
             # The simulator counts whole arrays, the compiler each device's part of them.
             self.scale = max(plain.memory.temp_bytes, 1) / self.search.keep_all.temp_bytes
             self.unscaled = self.scale

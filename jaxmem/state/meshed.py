@@ -108,6 +108,10 @@ class Meshed:
                 f"{self.mesh.axis_names})."
             )
 
+    def ruled_by(self, rules: Any) -> Meshed:
+        """The same with other rules."""
+        return Meshed(self.caller, self.mesh, rules)
+
     def laid(self, call: Call) -> Laid:
         """The layout of a call that was laid out."""
         return self._known[call.key]

@@ -127,16 +127,15 @@ def compile_for(
     target = Target.local(measure=False) if target is None else Target.resolve(target)
     started = time.perf_counter()
     here = runs_here(target)
-    lower = _lower_here if here else _lower_absent
-    given = map(_given_sharding, jax.tree.leaves(avals))
-    split = any(sharding is not None and sharding.num_devices > 1 for sharding in given)
-    jit = functools.partial(
-        jax.jit,
-        donate_argnums=tuple(donate),
-        keep_unused=True,
-        compiler_options=_options(target, here, options or {}, xla_remat, split),
+    lowered = lower_for(
+        target,
+        fun,
+        avals,
+        donate=donate,
+        out_shardings=out_shardings,
+        options=options,
+        xla_remat=xla_remat,
     )
-    lowered = lower(target, jit, fun, tuple(avals), out_shardings)
     try:
         with warnings.catch_warnings():
             if not here:
@@ -149,6 +148,33 @@ def compile_for(
     return Compiled(
         target, lowered, executable, read_memory(executable), time.perf_counter() - started, here
     )
+
+
+def lower_for(
+    target: Target,
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    *,
+    donate: Sequence[int] = (),
+    out_shardings: Any = None,
+    options: Mapping[str, str | int | bool] | None = None,
+    xla_remat: bool = False,
+) -> jax.stages.Lowered:
+    """Returns ``fun`` lowered for a target: what :func:`compile_for` compiles.
+
+    The arguments are those of :func:`compile_for`, and so are the errors.
+    """
+    here = runs_here(target)
+    lower = _lower_here if here else _lower_absent
+    given = map(_given_sharding, jax.tree.leaves(avals))
+    split = any(sharding is not None and sharding.num_devices > 1 for sharding in given)
+    jit = functools.partial(
+        jax.jit,
+        donate_argnums=tuple(donate),
+        keep_unused=True,
+        compiler_options=_options(target, here, options or {}, xla_remat, split),
+    )
+    return lower(target, jit, fun, tuple(avals), out_shardings)
 
 
 def memory_schedules(target: Target) -> tuple[dict[str, str], ...]:

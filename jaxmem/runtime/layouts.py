@@ -1,0 +1,214 @@
+"""Find how the compiler splits every value of a step over a mesh, before anything is compiled.
+
+XLA spreads the layouts of arguments and results over a program with Shardy
+(https://openxla.org/shardy). The same passes run here, on the step as written with each of its
+values among the results: what they find for a result is how that value is split. A loop is written
+out as one of its iterations, whose rows stand for all of a stack and whose carries have one layout
+from the first iteration to the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import AxisType
+
+from jaxmem import _compat
+from jaxmem.program.ir import Atom, Block, Loop, Op, Program, Value
+from jaxmem.program.layout import Axis, Layout
+from jaxmem.program.making import is_laid_out
+from jaxmem.rewrite.emit import as_function
+from jaxmem.rewrite.standin import compilable
+from jaxmem.targets.compiling import lower_for
+from jaxmem.targets.target import Target
+
+_MESH = re.compile(r"sdy\.mesh @(?P<name>[^ =]+) = <(?P<axes>[^>{]*)>")
+_AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=(?P<size>\d+))?')
+_SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
+
+
+def lay_out(program: Program, target: Target) -> None:
+    """Tell every value of a step over several devices how it is split.
+
+    Nothing happens where that is known already, where no argument is split, and where Shardy is off
+    (``jax_use_shardy_partitioner``): bytes are then those of whole arrays.
+
+    Args:
+        program: the step; its values are changed.
+        target: what it is compiled for.
+    """
+    if program.is_counted:
+        return
+    values = list(_values(program.block))
+    if any(map(_is_typed, (*program.block.inputs, *values))):
+        for value in (*_inputs(program.block), *values):
+            value.lay_out(_typed(value))
+        return
+    _give_arguments(program)
+    flat = _Flat(program.block)
+    wanted = [v for v in flat.values if _is_array(v)]
+    block = replace(flat.block, outputs=(*program.block.outputs, *wanted))
+    pinned = program.out_shardings() or [None] * len(program.block.outputs)
+    lowered = lower_for(
+        target,
+        as_function(compilable(block, target)),
+        program.avals(),
+        out_shardings=[*pinned, *[None] * len(wanted)],
+    )
+    first, state = len(program.consts), program.state or ()
+    text, said = _compat.propagated(lowered, [first + n for n in state], program.replaced)
+    meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
+    for value, sharding in zip(wanted, said[len(pinned) :], strict=True):
+        value.lay_out(_layout(sharding, meshes, len(value.aval.shape)))
+    for copy, value in flat.copies:
+        value.lay_out(copy.layout)
+
+
+def _give_arguments(program: Program) -> None:
+    for value, sharding in zip(program.block.inputs, program.layouts(), strict=True):
+        if _is_array(value):
+            value.lay_out(_of_sharding(sharding, len(value.aval.shape)))
+
+
+def _of_sharding(sharding: Any, rank: int) -> Layout:
+    spec, sizes = getattr(sharding, "spec", ()), {}
+    if spec:
+        sizes = dict(sharding.mesh.shape)
+    dims = [() if d is None else d if isinstance(d, tuple) else (d,) for d in spec]
+    axes = [tuple((name, sizes[name]) for name in names) for names in dims]
+    return Layout((*axes, *[()] * (rank - len(axes))))
+
+
+def _is_typed(value: Value) -> bool:
+    """Whether the type of a value says how it is split (axes of the type Explicit)."""
+    return is_laid_out(value) and AxisType.Explicit in value.aval.sharding.mesh.axis_types
+
+
+def _typed(value: Value) -> Layout | None:
+    return _of_sharding(value.aval.sharding, len(value.aval.shape)) if is_laid_out(value) else None
+
+
+def _is_array(value: Value) -> bool:
+    return bool(value.part_bytes) and not jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
+
+
+def _inputs(block: Block) -> Iterator[Value]:
+    yield from block.inputs
+    for op in block.ops:
+        if op.loop is not None:
+            yield from _inputs(op.loop.body)
+
+
+def _values(block: Block) -> Iterator[Value]:
+    """What the operations of a block make, those in its loops too."""
+    for op in block.ops:
+        yield from op.outputs
+        if op.loop is not None:
+            yield from _values(op.loop.body)
+
+
+class _Flat:
+    """A block without loops: each as one of its iterations.
+
+    Attributes:
+        values: what its operations make, each once.
+        copies: for each input of a loop's body what stands for it, and the input.
+    """
+
+    def __init__(self, block: Block):
+        self.ops: list[Op] = []
+        self.values: list[Value] = []
+        self.copies: list[tuple[Value, Value]] = []
+        self.now: dict[Value, Atom] = {}
+        self._take(block.ops)
+        self.block = replace(block, ops=tuple(self.ops))
+
+    def _take(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if op.loop is None:
+                inputs = [self._at(a) for a in op.inputs]
+                self.ops.append(Op(op.eqn, inputs, op.outputs))
+                self.values += op.outputs
+            else:
+                self._iteration(op, op.loop)
+
+    def _at(self, atom: Atom) -> Atom:
+        return self.now.get(atom, atom) if isinstance(atom, Value) else atom
+
+    def _iteration(self, op: Op, loop: Loop) -> None:
+        given = [self._at(a) for a in op.inputs]
+        first = loop.num_consts + loop.num_carry
+        body = loop.body
+        for n, value in enumerate(body.inputs):
+            stands = given[n] if n < first else self._new(op, _row, given[n])
+            self.now[value] = stands
+            if isinstance(stands, Value):
+                self.copies.append((stands, value))
+        self._take(body.ops)
+        made = [self._at(a) for a in body.outputs]
+        for n, result in enumerate(op.outputs):
+            if n < loop.num_carry:
+                stands = self._either(op, given[loop.num_consts + n], made[n])
+            else:
+                stands = self._new(op, lambda a, n=loop.length: lax.broadcast(a, (n,)), made[n])
+            self.now[result] = stands
+            if isinstance(stands, Value):
+                self.copies.append((stands, result))
+
+    def _either(self, op: Op, before: Atom, after: Atom) -> Atom:
+        """One of both, so that they have the same layout; keys cannot be selected."""
+        if isinstance(after, Value) and not _is_array(after):
+            return after
+        return self._new(op, _selected, before, after)
+
+    def _new(self, place: Op, fun: Callable[..., Any], *operands: Atom) -> Value:
+        """What ``fun`` makes of the operands, in one operation or more of this block."""
+        traced = jax.make_jaxpr(fun)(*(a.aval for a in operands))
+        known: dict[Any, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
+        for eqn in traced.jaxpr.eqns:
+            inputs = [a if isinstance(a, jex.Literal) else known[a] for a in eqn.invars]
+            outputs = [Value(v.aval) for v in eqn.outvars]
+            known.update(zip(eqn.outvars, outputs, strict=True))
+            placed = eqn.replace(source_info=place.eqn.source_info, ctx=place.eqn.ctx)
+            self.ops.append(Op(placed, inputs, outputs))
+            self.values += outputs
+        return self.values[-1]
+
+
+def _row(whole: Any) -> Any:
+    return lax.index_in_dim(whole, 0, keepdims=False)
+
+
+def _selected(before: Any, after: Any) -> Any:
+    return lax.select(lax.full(after.shape, True), before, after)
+
+
+def _sizes(axes: str) -> Iterator[Axis]:
+    for axis in _AXIS.finditer(axes):
+        yield axis["name"], int(axis["size"])
+
+
+def _layout(text: str, meshes: dict[str, dict[str, int]], rank: int) -> Layout:
+    """The layout that Shardy prints, ``<@mesh, [{"data"}, {}]>``; none is all on each device."""
+    found = _SHARDING.search(text)
+    if found is None:
+        return Layout(((),) * rank)
+    sizes = meshes[found["mesh"].strip('"')]
+    dims = re.findall(r"\{([^}]*)\}", found["dims"])
+    return Layout(tuple(tuple(_of_dimension(dim, sizes)) for dim in dims))
+
+
+def _of_dimension(text: str, sizes: dict[str, int]) -> Iterator[Axis]:
+    """The axes of one dimension; a part of an axis, ``"model":(2)4``, is one of its own."""
+    for axis in _AXIS.finditer(text):
+        if axis["part"]:
+            yield f"{axis['name']}:({axis['before']})", int(axis["part"])
+        else:
+            yield axis["name"], sizes[axis["name"]]
