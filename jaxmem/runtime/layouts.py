@@ -54,7 +54,7 @@ def lay_out(program: Program, target: Target) -> None:
     _give_arguments(program)
     flat = _Flat(program.block)
     wanted = [v for v in flat.values if _is_array(v)]
-    block = replace(flat.block, outputs=(*program.block.outputs, *wanted))
+    block = replace(flat.block, outputs=(*flat.block.outputs, *wanted))
     pinned = program.out_shardings() or [None] * len(program.block.outputs)
     lowered = lower_for(
         target,
@@ -128,7 +128,9 @@ class _Flat:
         self.copies: list[tuple[Value, Value]] = []
         self.now: dict[Value, Atom] = {}
         self._take(block.ops)
-        self.block = replace(block, ops=tuple(self.ops))
+        # A result of a loop may be one of the block's.
+        outputs = tuple(self._at(a) for a in block.outputs)
+        self.block = replace(block, ops=tuple(self.ops), outputs=outputs)
 
     def _take(self, ops: Sequence[Op]) -> None:
         for op in ops:
