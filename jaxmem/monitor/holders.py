@@ -161,19 +161,27 @@ def _roots(frames: Iterable[types.FrameType]) -> Iterator[list[tuple[str, Any, s
     """
     outermost_first = list(frames)[::-1]
     spaces = {id(f.f_globals): f.f_globals for f in outermost_first}
-    main = vars(sys.modules["__main__"])
-    for space in {id(main): main, **spaces}.values():
-        yield [(name, value, "") for name, value in list(space.items())]
+    main = sys.modules["__main__"]
+    # A notebook's has no file; one that is a library's is a launcher.
+    if not is_library(getattr(main, "__file__", None) or "<stdin>"):
+        spaces = {id(vars(main)): vars(main), **spaces}
+    for space in spaces.values():
+        yield [(name, value, "") for name, value in _own(space)]
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not isinstance(module, types.ModuleType) or not path or is_library(path):
             continue
-        if vars(module) is not main and id(vars(module)) not in spaces:
-            yield [(f"{name}.{n}", v, "") for n, v in list(vars(module).items())]
+        if id(vars(module)) not in spaces:
+            yield [(f"{name}.{n}", v, "") for n, v in _own(vars(module))]
     for frame in outermost_first:
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             scope = frame.f_code.co_name
             yield [(name, value, scope) for name, value in variables_of(frame).items()]
+
+
+def _own(space: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The variables of a module that Python has not put there; its loader leads everywhere."""
+    return [(n, v) for n, v in list(space.items()) if not (n[:2] == "__" == n[-2:])]
 
 
 def _walk(
