@@ -31,9 +31,9 @@ def test_what_leaks_is_named_with_its_bytes_and_holder():
     assert (grown.kind.shape, grown.kind.dtype) == ((32, 33), "float32")
     (holding,) = grown.holdings
     assert (holding.name.split(".")[-1], holding.count) == ("KEPT", 7)
-    assert holding.source.startswith("test_track.py:")
+    assert holding.source.startswith("test_growth.py:")
     for shown in (str(growth), growth._repr_html_(), str(t.summary())):
-        assert "KEPT" in shown and "+7" in shown and "test_track.py:" in shown
+        assert "KEPT" in shown and "+7" in shown and "test_growth.py:" in shown
 
 
 def test_what_was_there_before_is_not_what_grew():
