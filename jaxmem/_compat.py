@@ -437,23 +437,3 @@ def preemption_service_enabled() -> bool:
 def distributed_client() -> Any:
     """The client of ``jax.distributed``; ``None`` where it was not initialised."""
     return distributed.global_state.client
-
-
-# --- arrays --------------------------------------------------------------------------------------
-
-
-class Frame(NamedTuple):
-    """A frame of the Python stack under which an array was made."""
-
-    filename: str
-    line: int
-    function: str
-
-
-def frames_of(array: Any) -> list[Frame]:
-    """The stack under which an array was made, innermost first; empty where it is not kept."""
-    kept = getattr(array, "traceback", None)
-    return [
-        Frame(frame.file_name, frame.line_num, frame.function_name)
-        for frame in getattr(kept, "frames", ())
-    ]

@@ -33,7 +33,7 @@ from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import check_host_budget, parse_host_budget
+from jaxmem.runtime.host import asked_host_budget, check_host_budget
 from jaxmem.runtime.options import as_python, check_options
 from jaxmem.runtime.profile import StepProfile, profiled
 from jaxmem.runtime.progress import Report, progress
@@ -73,9 +73,8 @@ class FittedStep:
         mesh: Mesh | AbstractMesh | None = None,
         shard: Any = None,
     ):
-        settings = dict(locals())
+        self._settings = {n: v for n, v in locals().items() if n not in ("self", "fun")}
         functools.update_wrapper(self, fun, updated=())
-        self._settings = {n: v for n, v in settings.items() if n not in ("self", "fun")}
         check_options(verify, plan, policy, measure, time_limit)
         if isinstance(fun, FittedStep):
             raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
@@ -108,12 +107,11 @@ class FittedStep:
         try:
             return self._run(args, kwargs)
         except Exception as error:
-            tell = functools.partial(self._told, args, kwargs)
-            failed = out_of_memory(error, tell)
+            failed = out_of_memory(error, functools.partial(self._told, args, kwargs))
             if failed is None:
                 raise
         # The traceback keeps this frame, which must keep none of the arrays.
-        args, kwargs, tell = (), {}, None
+        args, kwargs = (), {}
         raise failed
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +139,7 @@ class FittedStep:
         outcome = self._outcomes.get(call.key)
         if outcome is None:
             return None
-        program, target = self._traced[call.key].program, self._target()
+        program = self._traced[call.key].program
 
         def plan(budget_bytes: int, donate: tuple[int, ...], report: Report) -> Plan:
             changed = {"budget": budget_bytes, "donate_argnums": donate, "progress": report}
@@ -150,17 +148,15 @@ class FittedStep:
             return again.plan(*args, **kwargs)
 
         return Fitted(
-            step=self,
-            name=self._caller.name,
-            program=program,
-            arguments=[*program.consts, *call.leaves],
-            donate=tuple(self._caller.donate),
-            options=as_python(self._settings),
-            report=lambda: report_on(
-                outcome.program(program), target, outcome.block, outcome.compiled
-            ),
-            plan=plan,
-            compiled_bytes=outcome.plan.compiled_bytes,
+            self,
+            self._caller.name,
+            program,
+            [*program.consts, *call.leaves],
+            tuple(self._caller.donate),
+            as_python(self._settings),
+            functools.partial(self.report, *args, **kwargs),
+            plan,
+            outcome.plan.compiled_bytes,
         )
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -312,22 +308,9 @@ class FittedStep:
     def _target(self) -> Target:
         return Target.resolve(self._wanted_target)
 
-    def _host_bytes(self, target: Target) -> int | None:
-        """Host memory for each device; ``None`` leaves it for what fits in no other way."""
-        if self._host_budget is None:
-            return None
-        if self._host_budget == 0:
-            return 0
-        if target.platform == "cpu":
-            raise ArgumentError(
-                f"host_budget={self._host_budget!r}, and {target.name} computes in host memory: "
-                "there is nowhere to move anything. Leave host_budget out, or name a GPU."
-            )
-        return parse_host_budget(self._host_budget, target)
-
     def _check_host(self, plan: Plan, target: Target) -> None:
         """Check that a plan that is followed keeps no more in host memory than was allowed."""
-        allowed = self._host_bytes(target)
+        allowed = asked_host_budget(self._host_budget, target)
         if allowed is not None and plan.host_bytes > allowed:
             raise PlanMismatchError(
                 f"the plan for {plan.function} keeps {format_bytes(plan.host_bytes)} in host "
@@ -350,7 +333,7 @@ class FittedStep:
             )
         if isinstance(self._host, Auto):
             return AUTO
-        return asked_by(program, self._host, target, self._host_bytes(target))
+        return asked_by(program, self._host, target, asked_host_budget(self._host_budget, target))
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
@@ -365,7 +348,7 @@ class FittedStep:
         if call.key not in self._outcomes:
             target, program = self._target(), traced.program
             budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            host_bytes = self._host_bytes(target)
+            host_bytes = asked_host_budget(self._host_budget, target)
             decide = functools.partial(self._decide, call, target)
             if agreed.is_shared(program):
                 if self._time_limit is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -138,9 +138,26 @@ def _kind(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Kind:
     return Kind(tuple(shape), str(dtype), memory, here, tuple(sorted(map(name_of, devices))))
 
 
+class Frame(NamedTuple):
+    """A frame of the Python stack under which an array was made."""
+
+    filename: str
+    line: int
+    function: str
+
+
+def frames_of(array: Any) -> list[Frame]:
+    """The stack under which an array was made, innermost first; empty where it is not kept."""
+    kept = getattr(array, "traceback", None)
+    return [
+        Frame(frame.file_name, frame.line_num, frame.function_name)
+        for frame in getattr(kept, "frames", ())
+    ]
+
+
 def made_at(array: Any) -> str:
     """``file.py:line (function)`` of the user's line that made an array; ``""`` if unknown."""
-    for frame in _compat.frames_of(array):
+    for frame in frames_of(array):
         if not is_library(frame.filename):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.line} ({frame.function})"
     return ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxmem._before_jax import USABLE_SHARE
-from jaxmem.errors import BudgetError
+from jaxmem.errors import ArgumentError, BudgetError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
 from jaxmem.runtime.compiler import Compiler
@@ -45,6 +45,25 @@ def check_host_budget(budget: Any) -> None:
     >>> check_host_budget("32GiB")
     """
     _host_bytes(budget, sys.maxsize)
+
+
+def asked_host_budget(budget: Any, target: Target) -> int | None:
+    """Host memory for each device; ``None`` leaves it for what fits in no other way.
+
+    Raises:
+        ArgumentError: the target computes in host memory.
+        BudgetError: as :func:`parse_host_budget`.
+    """
+    if budget is None:
+        return None
+    if budget == 0:
+        return 0
+    if target.platform == "cpu":
+        raise ArgumentError(
+            f"host_budget={budget!r}, and {target.name} computes in host memory: there is nowhere "
+            "to move anything. Leave host_budget out, or name a GPU."
+        )
+    return parse_host_budget(budget, target)
 
 
 def parse_host_budget(budget: Any, target: Target) -> int:

@@ -19,6 +19,7 @@ import jax
 
 from jaxmem import _compat
 from jaxmem.errors import is_library
+from jaxmem.monitor.arrays import frames_of
 from jaxmem.monitor.oom.names import Names, UnknownError
 
 
@@ -113,7 +114,7 @@ def _earlier(frame: types.FrameType, waiting: ast.Call) -> Called | None:
         except (UnknownError, ValueError):
             continue
         for leaf in leaves:
-            made = next((f for f in _compat.frames_of(leaf) if not is_library(f.filename)), None)
+            made = next((f for f in frames_of(leaf) if not is_library(f.filename)), None)
             if made is None or made.filename != frame.f_code.co_filename:
                 continue
             for call, statement in _calls_in(frame, made.line):
