@@ -1,4 +1,4 @@
-"""``fit(host=...)`` over a mesh: what waits in host memory stays split, each device's part apart."""
+"""``fit(host=...)`` over a mesh: what waits in host memory stays split over the devices."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ def test_two_processes_copy_their_own_parts_and_compute_what_one_device_does(tmp
     script.write_text(
         "import sys\n"
         "from tests import hosted_mesh_steps\n"
-        f"sys.argv = [sys.argv[0], 'together', *sys.argv[1:]]\n"
+        "sys.argv = [sys.argv[0], 'together', *sys.argv[1:]]\n"
         "hosted_mesh_steps.main()\n"
     )
     outs = cluster.run(script, str(tmp_path), devices=4, timeout=580)
-    assert [out.split("\n")[:-1] for out in outs] == [[*TOGETHER]] * 2
+    lines = [[line for line in out.splitlines() if line[0] != "["] for out in outs]
+    assert lines == [[*TOGETHER]] * 2  # Gloo says more.
 
 
 def test_optimizer_state_on_the_host_leaves_the_devices_without_it():

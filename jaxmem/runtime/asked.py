@@ -105,7 +105,7 @@ def traced_on_device(call: Call, patterns: Sequence[str] | Auto) -> Call:
     """
 
     def here(leaf: Any, path: str) -> Any:
-        layout = getattr(leaf, "sharding", None)
+        layout: Any = getattr(leaf, "sharding", None)
         named = isinstance(patterns, Auto) or any(
             fnmatch.fnmatchcase(path, _glob(pattern)) for pattern in patterns
         )
