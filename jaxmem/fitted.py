@@ -29,13 +29,7 @@ from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
 from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
 from jaxmem.runtime.analysis import report_on
-from jaxmem.runtime.asked import (
-    Asked,
-    asked_by,
-    asked_by_plan,
-    check_patterns,
-    traced_on_device,
-)
+from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns, on_device
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
@@ -364,11 +358,9 @@ class FittedStep:
             given = self._given
             count = given.microbatches if given is not None else 1
             named = self._host if given is None else given.hosted
-            traced = traced_on_device(call, named) if named else call
+            here = on_device(call, named) if named else call
             with tracing_for(self._target()):
-                self._traced[call.key] = self._caller.trace(
-                    traced, count, planned=given is not None
-                )
+                self._traced[call.key] = self._caller.trace(here, count, planned=given is not None)
         return self._traced[call.key]
 
     def _fit(self, call: Call) -> tuple[Traced, Outcome]:

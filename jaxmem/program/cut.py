@@ -23,9 +23,9 @@ from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.keeping import Kept, keep
 from jaxmem.program.lending import lend
-from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
+from jaxmem.program.parts import Part, donating, lasting, layout_of, lined_up, state_among
 from jaxmem.program.rowwise import Chunks, rows_at_once, rows_of
-from jaxmem.program.spreading import count_inputs, layout_of, layouts_of
+from jaxmem.program.spreading import count_inputs, layouts_of
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
 

@@ -47,11 +47,6 @@ def layouts_of(
     return found
 
 
-def layout_of(layouts: Mapping[Value, NamedSharding], atom: Atom) -> NamedSharding | None:
-    """The layout of what is given as a result."""
-    return layouts.get(atom) if isinstance(atom, Value) else None
-
-
 def count_inputs(program: Program) -> None:
     """Let the inputs of a step over several devices count so."""
     for value, layout in zip(program.block.inputs, program.layouts(), strict=True):

@@ -15,8 +15,7 @@ from jaxmem.program.crossing import Crossing
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
 from jaxmem.program.joining import joined
-from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
-from jaxmem.program.spreading import layout_of
+from jaxmem.program.parts import Part, donating, lasting, layout_of, lined_up, state_among
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,7 @@ def _glob(pattern: str) -> str:
     return pattern.replace("[", "[[]")
 
 
-def traced_on_device(call: Call, patterns: Sequence[str] | Auto) -> Call:
+def on_device(call: Call, patterns: Sequence[str] | Auto) -> Call:
     """A call whose leaves that wait in host memory are traced as if they were on devices.
 
     JAX takes the memory of an array over a mesh into its type, and a step computes on devices.
