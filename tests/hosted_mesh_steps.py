@@ -302,9 +302,8 @@ TOGETHER = {
 
 
 def main() -> None:
-    together = sys.argv[1] == "together"
+    together = sys.argv.pop(1) == "together"
     if together:
-        del sys.argv[1]
         cluster.initialize()
         del sys.argv[1:4]
     of_this_size()
