@@ -29,7 +29,7 @@ from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto, standing_for
 from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
 from jaxmem.runtime.analysis import report_on
-from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns
+from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns, on_device
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.compiler import Compiler
@@ -90,7 +90,8 @@ class FittedStep:
             Target.resolve(target)
         self._ways = automatic.ways(shard)
         first = list(self._ways[0].rules) if self._ways else shard
-        self._meshed = meshed.make(self._caller, mesh, first, target)
+        waits = bool(self._host) or plan is not None
+        self._meshed = meshed.make(self._caller, mesh, first, target, host=waits)
         if measure and self._meshed is not None:
             self._meshed.check_can_run()
         self._traced: dict[Hashable, Traced] = {}
@@ -339,8 +340,10 @@ class FittedStep:
         if call.key not in self._traced:
             given = self._given
             count = given.microbatches if given is not None else 1
+            named = self._host if given is None else given.hosted
+            here = on_device(call, named) if named else call
             with tracing_for(self._target()):
-                self._traced[call.key] = self._caller.trace(call, count, planned=given is not None)
+                self._traced[call.key] = self._caller.trace(here, count, planned=given is not None)
         return self._traced[call.key]
 
     def _fit(self, call: Call) -> tuple[Traced, Outcome]:

@@ -225,7 +225,8 @@ def _wrong(
     # The one that was being written may be lost, and no more.
     if kill.newest < max(done, (kill.reached + 1) // EVERY * EVERY - 1 - EVERY):
         return f"checkpoint {kill.newest} is the newest, step {kill.reached} was reached"
-    old = [name for name in kill.left if int(name.split(".")[0]) <= done]
+    numbered = [(name, name.split(".")[0]) for name in kill.left]
+    old = [name for name, step in numbered if step.isdecimal() and int(step) <= done]
     if old and kill.newest > done:
         return f"{old} were left by earlier runs, and are still there"
     if run.process.returncode not in (0, None) and kill.victim == "nobody":

@@ -18,16 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.sharding import NamedSharding
-
 from jaxmem.errors import CutError
 from jaxmem.program.crossing import Crossing
 from jaxmem.program.ir import Block, Hosting, Leaf, Op, Program, Value, kind_of_array
 from jaxmem.program.keeping import Kept, keep
 from jaxmem.program.lending import lend
-from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
+from jaxmem.program.parts import Part, donating, lasting, layout_of, lined_up, state_among
 from jaxmem.program.rowwise import Chunks, rows_at_once, rows_of
-from jaxmem.program.spreading import count, layouts_of
+from jaxmem.program.spreading import count_inputs, layouts_of
 from jaxmem.program.waiting import SMALL_BYTES, Waiting
 
 
@@ -182,10 +180,7 @@ class _Cutter:
             hosted = hosted.union(kept.buffers)
         self.program, self.lent, self.later = kept.program, lent.leaves, kept.later
         program = kept.program
-        if program.sharded:
-            for value, layout in zip(program.block.inputs, program.layouts(), strict=True):
-                if isinstance(layout, NamedSharding):
-                    count(value, layout)
+        count_inputs(program)
         self.hosting = program.hosting(hosted)
         self._check_returned(hosted)
         block = program.block
@@ -235,23 +230,14 @@ class _Cutter:
         hosted = {v for n in numbers if isinstance(v := block.outputs[n], Value)}
         line = [self._part(n, pieces, hosted) for n in range(len(pieces))]
         layouts = layouts_of(self.program, self.hosting, self.lent, line)
-        first = replace(first, wanted=tuple(layouts.get(v) for v in first.block.outputs))
+        first = replace(first, wanted=tuple(layout_of(layouts, v) for v in first.block.outputs))
         kept = {v for v in results if v not in hosted}
         parts = lined_up(line, kept, lasting(self.program), layouts)
         sent = tuple(v for v in results if v in hosted and v in first.block.outputs)
         if self.keeping:
             self._check_kept(parts)
-        return Cut(
-            self.program,
-            self.hosting,
-            first,
-            sent,
-            parts,
-            self.written,
-            self.lent,
-            self.later,
-            layouts,
-        )
+        pieces = Cut(self.program, self.hosting, first, sent, parts, self.written)
+        return replace(pieces, lent=self.lent, later=self.later, layouts=layouts)
 
     def _part(self, number: int, pieces: Sequence[_Piece], hosted: Collection[Value]) -> Part:
         piece = pieces[number]

@@ -110,7 +110,7 @@ def lined_up(
             or (last[v] == n and v not in kept and v not in lasting and v not in stays)
         )
         named = zip(part.names, part.block.outputs, strict=True)
-        here = [(v, layouts.get(name)) for name, v in named if v not in part.hosted]
+        here = [(v, layout_of(layouts, name)) for name, v in named if v not in part.hosted]
         given = [
             (v, layouts.get(name)) for name, v in zip(part.reads, part.block.inputs, strict=True)
         ]
@@ -138,6 +138,11 @@ def _taken(
             free[kind] -= 1
             taken.append(position)
     return tuple(taken)
+
+
+def layout_of(layouts: Mapping[Value, Any], atom: Atom) -> Any:
+    """The layout of what is given as a result; ``None`` where it is not known."""
+    return layouts.get(atom) if isinstance(atom, Value) else None
 
 
 def state_among(program: Program, numbers: Sequence[int]) -> frozenset[int] | None:

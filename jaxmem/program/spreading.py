@@ -47,6 +47,13 @@ def layouts_of(
     return found
 
 
+def count_inputs(program: Program) -> None:
+    """Let the inputs of a step over several devices count so."""
+    for value, layout in zip(program.block.inputs, program.layouts(), strict=True):
+        if program.sharded and isinstance(layout, NamedSharding):
+            count(value, layout)
+
+
 def count(value: Value, layout: NamedSharding) -> None:
     """Let a value count with what each device has of it."""
     if not value.host and hasattr(value.aval, "dtype"):
@@ -105,7 +112,8 @@ def _ways(op: Op) -> Iterator[tuple[Value, Value, _Step]]:
     for first in op.outputs:
         alike = [v for v in op.values if _shape(v) == _shape(first) and _shape(v)]
         if op.name in _UNCHANGED and len(op.outputs) > 1:
-            alike = [v for v, out in zip(op.inputs, op.outputs, strict=True) if out is first]
+            pairs = zip(op.inputs, op.outputs, strict=True)
+            alike = [v for v, out in pairs if out is first and isinstance(v, Value)]
         for v in alike:
             yield v, first, _as_it_is
             yield first, v, _as_it_is

@@ -15,7 +15,7 @@ from jaxmem.program.crossing import Crossing
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Atom, Block, Leaf, Op, Program, Value, has_transfers
 from jaxmem.program.joining import joined
-from jaxmem.program.parts import Part, donating, lasting, lined_up, state_among
+from jaxmem.program.parts import Part, donating, lasting, layout_of, lined_up, state_among
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def _first(cut: Cut, stage: Part, later: set[Value]) -> Program:
         shardings=tuple(layouts[v] for _, v, _ in kept),
         results=tuple(Leaf(f"handed on: {n}") for n in range(len(stage.block.outputs))),
         state=state_among(cut.first, [n for n, _, _ in kept]),
-        wanted=tuple(cut.layouts.get(name) for name in stage.names),
+        wanted=tuple(layout_of(cut.layouts, name) for name in stage.names),
     )
     return donating(program, later)
 

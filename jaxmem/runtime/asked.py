@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.planner.plan import Plan
 from jaxmem.policies.selector import nearest
+from jaxmem.program import leaves
+from jaxmem.program.call import Call
 from jaxmem.program.ir import Program
 from jaxmem.program.microbatches import AUTO, Auto
 from jaxmem.targets.target import Target
@@ -93,6 +96,25 @@ def leaves_named(program: Program, patterns: Sequence[str]) -> tuple[list[int], 
 def _glob(pattern: str) -> str:
     """``[`` as the character that paths are full of, ``*`` and ``?`` as in file names."""
     return pattern.replace("[", "[[]")
+
+
+def on_device(call: Call, patterns: Sequence[str] | Auto) -> Call:
+    """A call whose leaves that wait in host memory are traced as if they were on devices.
+
+    JAX takes the memory of an array over a mesh into its type, and a step computes on devices.
+    """
+
+    def here(leaf: Any, path: str) -> Any:
+        layout: Any = getattr(leaf, "sharding", None)
+        named = isinstance(patterns, Auto) or any(
+            fnmatch.fnmatchcase(path, _glob(pattern)) for pattern in patterns
+        )
+        if not named or getattr(layout, "memory_kind", None) != "pinned_host":
+            return leaf
+        return leaves.laid_out(leaf, layout.with_memory_kind("device"))
+
+    pairs = zip(call.leaves, call.paths, strict=True)
+    return replace(call, leaves=tuple(here(leaf, path) for leaf, path in pairs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ def ways(program: Program) -> list[Way]:
     Those with the fewest bytes come first: each byte is copied twice a step.
     """
     consts = len(program.consts)
-    sizes = {n: program.block.inputs[consts + n].nbytes for n in range(len(program.arguments))}
+    sizes = dict(enumerate(program.input_bytes[consts:]))
     updated = {position - consts for position in program.places.values() if position >= consts}
     large = sorted((n for n in updated if sizes[n] >= FEWEST_BYTES), key=lambda n: (-sizes[n], n))
     read = {program.block.inputs.index(v) - consts for v in lend(program, large).leaves.values()}
@@ -80,9 +80,8 @@ def fit(
     tried = _Tried()
     tried.attempt("one program", one_program)
     possible = ways(program)
-    if program.sharded or target.platform == "cpu":
-        why = "arrays are split over devices" if program.sharded else "a CPU has one memory"
-        tried.said.append(f"no leaves were streamed, as {why}")
+    if target.platform == "cpu":
+        tried.said.append("no leaves were streamed, as a CPU has one memory")
         possible = []
     elif not possible:
         least = format_bytes(FEWEST_BYTES)

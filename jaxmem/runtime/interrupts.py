@@ -1,10 +1,11 @@
-"""Put off what would interrupt a step between two of its parts."""
+"""Put off what would interrupt a step between two of its parts, and go on where one failed."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,3 +61,35 @@ def interrupted(
 def first_line(error: Exception) -> str:
     """What an error says, on one line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+
+
+def finish(run: Any) -> list[Any]:
+    """Go on with a step until it is complete, if need be with as little under way as possible."""
+    try:
+        run.go_on()
+    except Exception as error:  # Told below. With nothing else under way it may well work.
+        where = run.where()
+        run.settle()
+        try:
+            run.go_on(alone=True)
+        except Exception as again:  # Given to the caller, with the way to go on.
+            run.settle()
+            raise _interrupted(run, again) from again
+        warnings.warn(
+            f"{where} failed, and worked with nothing else under way: {first_line(error)}",
+            stacklevel=2,
+        )
+    with contextlib.suppress(Exception):
+        return run.results()
+    try:
+        return run.results()
+    except Exception as error:
+        raise _interrupted(run, error) from error
+
+
+def _interrupted(run: Any, error: Exception) -> StepInterruptedError:
+    def resume() -> list[Any]:
+        with undisturbed():
+            return finish(run)
+
+    return interrupted(run.where(), error, resume)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +16,13 @@ from typing import Any
 import jax
 
 from jaxmem import processes
-from jaxmem.errors import StepInterruptedError
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Value, in_host_memory
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.buffers import Buffers
 from jaxmem.runtime.copies import Copier, Send, delete
-from jaxmem.runtime.interrupts import first_line, interrupted, undisturbed
+from jaxmem.runtime.interrupts import finish, undisturbed
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.spread import spread_of
 from jaxmem.runtime.timeline import STAGES_AHEAD, STAGES_QUEUED
@@ -82,7 +80,7 @@ class Stream:
         run = _Run(self, [*ready, *self.buffers.taken()])
         with undisturbed():
             run.begin()
-            return _finish(run)
+            return finish(run)
 
     def compiled_again(self, options: Mapping[str, str]) -> Stream:
         """The same with executables of this machine."""
@@ -162,38 +160,6 @@ class Stream:
             if not isinstance(v, Value) or v in inputs
         ]
         return dict(zip(numbers, places, strict=True))
-
-
-def _finish(run: _Run) -> list[Any]:
-    """Go on with a step until it is complete, if need be with as little under way as possible."""
-    try:
-        run.go_on()
-    except Exception as error:  # Told below. With nothing else under way it may well work.
-        where = run.where()
-        run.settle()
-        try:
-            run.go_on(alone=True)
-        except Exception as again:  # Given to the caller, with the way to go on.
-            run.settle()
-            raise _interrupted(run, again) from again
-        warnings.warn(
-            f"{where} failed, and worked with nothing else under way: {first_line(error)}",
-            stacklevel=2,
-        )
-    with contextlib.suppress(Exception):
-        return run.results()
-    try:
-        return run.results()
-    except Exception as error:
-        raise _interrupted(run, error) from error
-
-
-def _interrupted(run: _Run, error: Exception) -> StepInterruptedError:
-    def resume() -> list[Any]:
-        with undisturbed():
-            return _finish(run)
-
-    return interrupted(run.where(), error, resume)
 
 
 class _Run:

@@ -292,8 +292,12 @@ class Meshed:
                 )
 
 
-def make(caller: Caller, mesh: Any, shard: Any, target: Target | str | None) -> Meshed | None:
+def make(
+    caller: Caller, mesh: Any, shard: Any, target: Target | str | None, *, host: bool = False
+) -> Meshed | None:
     """What lays calls out, as ``fit(mesh=..., shard=...)`` says; ``None`` without a mesh.
+
+    ``host``: whether leaves in host memory are named, or a plan says which.
 
     Raises:
         ArgumentError: rules without a mesh, or something that is no mesh.
@@ -318,6 +322,12 @@ def make(caller: Caller, mesh: Any, shard: Any, target: Target | str | None) -> 
         raise ShardingError(
             f"{caller.name}: shard= was made for a mesh of {axes}, and mesh= has {_axes(mesh)}. "
             "Give both the same mesh."
+        )
+    if isinstance(shard, Sharded) and shard.host_bytes and not host:
+        first = next(leaf.path for leaf in shard.leaves if leaf.on_host)
+        raise ArgumentError(
+            f"{caller.name}: shard= was made with host=, which keeps {first} in host memory, and "
+            'the step is not told to. Name such leaves here as well: fit(..., host="*opt_state*").'
         )
     if isinstance(shard, str):
         check_name(shard)

@@ -25,11 +25,11 @@ from jaxmem.units import format_bytes
 # Threads save one after the other: Orbax's manager of a directory is for one at a time.
 lock = threading.RLock()
 _open: dict[Path, Writer] = {}
-# Old checkpoints are moved here before they are deleted. That goes file by file, and what is left of
-# one where the process is killed meanwhile would have a number, and be none.
-_OLD = "old.orbax-checkpoint-tmp"
 # A fork of it has none of the threads that write.
 _PROCESS = os.getpid()
+# Old checkpoints are moved here and then deleted. That goes file by file, and what is left of one
+# where the process is killed meanwhile would have a number, and be none.
+_OLD = "old.orbax-checkpoint-tmp"
 
 
 class Writer(Protocol):
