@@ -18,6 +18,7 @@ from tests.mesh_steps import CHECKS
 
 ROOT = Path(__file__).parent.parent
 LONG = {"named rules", "tensor parallel", "scanned", "unrolled", "linen", "nnx", "other uses"}
+LONG |= {"collectives once", "gathered again", "automatic"}
 SHORT = [name for name in CHECKS if name not in LONG]
 
 
