@@ -10,7 +10,7 @@ from the first iteration to the last.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import AxisType
 
-from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Program, Value
 from jaxmem.program.layout import Axis, Layout
 from jaxmem.program.making import is_laid_out
@@ -63,7 +62,7 @@ def lay_out(program: Program, target: Target) -> None:
         out_shardings=[*pinned, *[None] * len(wanted)],
     )
     first, state = len(program.consts), program.state or ()
-    text, said = _compat.propagated(lowered, [first + n for n in state], program.replaced)
+    text, said = _propagated(lowered, [first + n for n in state], program.replaced)
     meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
     for value, sharding in zip(wanted, said[len(pinned) :], strict=True):
         value.lay_out(_layout(sharding, meshes, len(value.aval.shape)))
@@ -214,3 +213,40 @@ def _of_dimension(text: str, sizes: dict[str, int]) -> Iterator[Axis]:
             yield f"{axis['name']}:({axis['before']})", int(axis["part"])
         else:
             yield axis["name"], sizes[axis["name"]]
+
+
+def _propagated(
+    lowered: jax.stages.Lowered, later_arguments: Iterable[int], later_results: Iterable[int]
+) -> tuple[str, list[str]]:
+    """A lowered program with Shardy's propagation run on it: its meshes, and for each result how
+    it is split, as Shardy prints them; the program itself is changed.
+
+    The layouts of ``later_arguments`` and ``later_results`` spread after those of all others.
+    """
+    from jaxlib.mlir import ir, passmanager
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        ops = list(module.body.operations)
+        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
+        for name, later in (("arg_attrs", later_arguments), ("res_attrs", later_results)):
+            given = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes[name])]
+            main.attributes[name] = ir.ArrayAttr.get(
+                [_spread_later(a, ir) if n in {*later} else a for n, a in enumerate(given)]
+            )
+        for passes in ("inline", "sdy-propagation-pipeline"):
+            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        ops = list(module.body.operations)
+        meshes = "\n".join(str(op) for op in ops if op.operation.name == "sdy.mesh")
+        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
+        results = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes["res_attrs"])]
+        split = [str(each["sdy.sharding"]) if "sdy.sharding" in each else "" for each in results]
+    return meshes, split
+
+
+def _spread_later(attributes: Any, ir: Any) -> Any:
+    named = {each.name: each.attr for each in attributes}
+    if "sdy.sharding" in named:
+        said = str(named["sdy.sharding"])
+        named["sdy.sharding"] = ir.Attribute.parse(re.sub(r'("[^{}]*)\}', r"\1}p1", said))
+    return ir.DictAttr.get(named)
