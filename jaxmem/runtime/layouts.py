@@ -55,19 +55,30 @@ def lay_out(program: Program, target: Target) -> None:
     wanted = [v for v in flat.values if _is_array(v)]
     block = replace(flat.block, outputs=(*flat.block.outputs, *wanted))
     pinned = program.out_shardings() or [None] * len(program.block.outputs)
-    lowered = lower_for(
-        target,
-        as_function(compilable(block, target)),
-        program.avals(),
-        out_shardings=[*pinned, *[None] * len(wanted)],
-    )
+    function, avals = as_function(compilable(block, target)), program.avals()
+    shardings = [*pinned, *[None] * len(wanted)]
     first, state = len(program.consts), program.state or ()
-    text, said = _propagated(lowered, [first + n for n in state], program.replaced)
-    meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
-    for value, sharding in zip(wanted, said[len(pinned) :], strict=True):
-        value.lay_out(_layout(sharding, meshes, len(value.aval.shape)))
+    later = {first + n for n in state}
+    rows = [v.layout for n, v in enumerate(program.block.inputs) if n not in later and v.layout]
+    axes = {name for layout in rows for name, _ in layout.all_axes}
+    found = []
+    for held_back in [axes, set[str]()] if later and axes else [axes]:
+        lowered = lower_for(target, function, avals, out_shardings=shardings)
+        text, said = _propagated(lowered, later, program.replaced, held_back)
+        meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
+        pairs = zip(wanted, said[len(pinned) :], strict=True)
+        found.append([_layout(split, meshes, len(v.aval.shape)) for v, split in pairs])
+    # XLA's own order of things is neither: of both what splits more was near its bytes, 3 to 16%
+    # off on the CPU's transformers, where the other was 2.6 times as much.
+    layouts = min(found, key=lambda them: _bytes(wanted, them))
+    for value, layout in zip(wanted, layouts, strict=True):
+        value.lay_out(layout)
     for copy, value in flat.copies:
         value.lay_out(copy.layout)
+
+
+def _bytes(values: Sequence[Value], layouts: Sequence[Layout]) -> int:
+    return sum(how.part_bytes(v.aval) for v, how in zip(values, layouts, strict=True))
 
 
 def _give_arguments(program: Program) -> None:
@@ -216,12 +227,16 @@ def _of_dimension(text: str, sizes: dict[str, int]) -> Iterator[Axis]:
 
 
 def _propagated(
-    lowered: jax.stages.Lowered, later_arguments: Iterable[int], later_results: Iterable[int]
+    lowered: jax.stages.Lowered,
+    later_arguments: Iterable[int],
+    later_results: Iterable[int],
+    axes: set[str],
 ) -> tuple[str, list[str]]:
     """A lowered program with Shardy's propagation run on it: its meshes, and for each result how
     it is split, as Shardy prints them; the program itself is changed.
 
-    The layouts of ``later_arguments`` and ``later_results`` spread after those of all others.
+    Along ``axes``, those of the batch, the layouts of ``later_arguments`` and ``later_results``
+    spread after those of all others.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -232,7 +247,7 @@ def _propagated(
         for name, later in (("arg_attrs", later_arguments), ("res_attrs", later_results)):
             given = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes[name])]
             main.attributes[name] = ir.ArrayAttr.get(
-                [_spread_later(a, ir) if n in {*later} else a for n, a in enumerate(given)]
+                [_spread_later(a, axes, ir) if n in {*later} else a for n, a in enumerate(given)]
             )
         for passes in ("inline", "sdy-propagation-pipeline"):
             passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
@@ -244,9 +259,11 @@ def _propagated(
     return meshes, split
 
 
-def _spread_later(attributes: Any, ir: Any) -> Any:
+def _spread_later(attributes: Any, axes: set[str], ir: Any) -> Any:
     named = {each.name: each.attr for each in attributes}
     if "sdy.sharding" in named:
         said = str(named["sdy.sharding"])
-        named["sdy.sharding"] = ir.Attribute.parse(re.sub(r'("[^{}]*)\}', r"\1}p1", said))
+        shared = "|".join(map(re.escape, sorted(axes)))
+        later = re.sub(rf'(\{{[^{{}}]*"(?:{shared})"[^{{}}]*\}})', r"\1p1", said)
+        named["sdy.sharding"] = ir.Attribute.parse(later if axes else said)
     return ir.DictAttr.get(named)
