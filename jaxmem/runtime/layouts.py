@@ -9,6 +9,7 @@ from the first iteration to the last.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +34,9 @@ _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
 
-def lay_out(program: Program, target: Target) -> None:
+def lay_out(
+    program: Program, target: Target, nearest: Callable[[Sequence[Callable[[], None]]], int]
+) -> None:
     """Tell every value of a step over several devices how it is split.
 
     Nothing happens where that is known already, where no argument is split, and where Shardy is off
@@ -42,6 +45,8 @@ def lay_out(program: Program, target: Target) -> None:
     Args:
         program: the step; its values are changed.
         target: what it is compiled for.
+        nearest: of several ways to lay the values out, each of which it may call, the number of
+            that which is nearest to what the compiler says.
     """
     if program.is_counted:
         return
@@ -55,26 +60,32 @@ def lay_out(program: Program, target: Target) -> None:
     wanted = [v for v in flat.values if _is_array(v)]
     block = replace(flat.block, outputs=(*flat.block.outputs, *wanted))
     pinned = program.out_shardings() or [None] * len(program.block.outputs)
-    function, avals = as_function(compilable(block, target)), program.avals()
+    block = compilable(block, target)
     shardings = [*pinned, *[None] * len(wanted)]
     first, state = len(program.consts), program.state or ()
     later = {first + n for n in state}
     rows = [v.layout for n, v in enumerate(program.block.inputs) if n not in later and v.layout]
     axes = {name for layout in rows for name, _ in layout.all_axes}
     found = []
-    for held_back in [axes, set[str]()] if later and axes else [axes]:
-        lowered = lower_for(target, function, avals, out_shardings=shardings)
+    for held_back in [set[str](), axes] if later and axes else [axes]:
+        # A function of its own: JAX remembers what it lowered, and that is changed here.
+        function = as_function(block)
+        lowered = lower_for(target, function, program.avals(), out_shardings=shardings)
         text, said = _propagated(lowered, later, program.replaced, held_back)
         meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
         pairs = zip(wanted, said[len(pinned) :], strict=True)
         found.append([_layout(split, meshes, len(v.aval.shape)) for v, split in pairs])
-    # XLA's own order of things is neither: of both what splits more was near its bytes, 3 to 16%
-    # off on the CPU's transformers, where the other was 2.6 times as much.
-    layouts = min(found, key=lambda them: _bytes(wanted, them))
-    for value, layout in zip(wanted, layouts, strict=True):
-        value.lay_out(layout)
-    for copy, value in flat.copies:
-        value.lay_out(copy.layout)
+
+    def lay(layouts: Sequence[Layout]) -> None:
+        for value, layout in zip(wanted, layouts, strict=True):
+            value.lay_out(layout)
+        for copy, value in flat.copies:
+            value.lay_out(copy.layout)
+
+    # XLA's own order of things is not always the same as either.
+    ways = [functools.partial(lay, layouts) for layouts in found]
+    sizes = [_bytes(wanted, layouts) for layouts in found]
+    ways[nearest(ways) if len({*sizes}) > 1 else 0]()
 
 
 def _bytes(values: Sequence[Value], layouts: Sequence[Layout]) -> int:
