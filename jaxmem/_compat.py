@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -72,43 +71,6 @@ def with_name(eqn: jex.JaxprEqn, name: str) -> jex.JaxprEqn:
     """``eqn`` with ``name`` appended to its name stack; XLA carries it as ``op_name`` metadata."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
-
-
-def propagated(
-    lowered: jax.stages.Lowered, later_arguments: Iterable[int], later_results: Iterable[int]
-) -> tuple[str, list[str]]:
-    """A lowered program with Shardy's propagation run on it: its meshes, and for each result how
-    it is split, as Shardy prints them; the program itself is changed.
-
-    The layouts of ``later_arguments`` and ``later_results`` spread after those of all others.
-    """
-    from jaxlib.mlir import ir, passmanager
-
-    module: Any = lowered.compiler_ir("stablehlo")
-    with module.context:
-        ops = list(module.body.operations)
-        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
-        for name, later in (("arg_attrs", later_arguments), ("res_attrs", later_results)):
-            given = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes[name])]
-            main.attributes[name] = ir.ArrayAttr.get(
-                [_spread_later(a, ir) if n in {*later} else a for n, a in enumerate(given)]
-            )
-        for passes in ("inline", "sdy-propagation-pipeline"):
-            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
-        ops = list(module.body.operations)
-        meshes = "\n".join(str(op) for op in ops if op.operation.name == "sdy.mesh")
-        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
-        results = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes["res_attrs"])]
-        split = [str(each["sdy.sharding"]) if "sdy.sharding" in each else "" for each in results]
-    return meshes, split
-
-
-def _spread_later(attributes: Any, ir: Any) -> Any:
-    named = {each.name: each.attr for each in attributes}
-    if "sdy.sharding" in named:
-        said = str(named["sdy.sharding"])
-        named["sdy.sharding"] = ir.Attribute.parse(re.sub(r'("[^{}]*)\}', r"\1}p1", said))
-    return ir.DictAttr.get(named)
 
 
 def under(eqn: jex.JaxprEqn, outer: jex.JaxprEqn) -> jex.JaxprEqn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -392,10 +393,10 @@ CHECKS = {
     "wrong uses": wrong_uses,
 }
 
-if __name__ == "__main__":
-    import time
 
-    for name, check in CHECKS.items():
+def run(checks: dict[str, Any]) -> None:
+    """Run those that are named on the command line, or all."""
+    for name, check in checks.items():
         if len(sys.argv) > 1 and name not in sys.argv[1:]:
             continue
         started = time.perf_counter()
@@ -406,3 +407,7 @@ if __name__ == "__main__":
         else:
             print(name, flush=True)
         print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(CHECKS)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from tests.mesh_plans import CHECKS as PLANS
 from tests.mesh_steps import CHECKS
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +34,24 @@ SHORT = [name for name in CHECKS if name not in LONG]
     ],
 )
 def test_steps_over_eight_devices_compute_what_one_does(checks):
+    held("mesh_steps.py", checks)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "bytes on paper",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANS][1:]),
+    ],
+)
+def test_plans_over_eight_devices(check):
+    held("mesh_plans.py", [check])
+
+
+def held(script: str, checks: list[str]) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "mesh_steps.py"), *checks],
+        [sys.executable, str(ROOT / "tests" / script), *checks],
         env={**os.environ, "XLA_FLAGS": flags.strip(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -9,8 +9,9 @@ from the first iteration to the last.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import AxisType
 
-from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Program, Value
 from jaxmem.program.layout import Axis, Layout
 from jaxmem.program.making import is_laid_out
@@ -34,7 +34,9 @@ _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
 
-def lay_out(program: Program, target: Target) -> None:
+def lay_out(
+    program: Program, target: Target, nearest: Callable[[Sequence[Callable[[], None]]], int]
+) -> None:
     """Tell every value of a step over several devices how it is split.
 
     Nothing happens where that is known already, where no argument is split, and where Shardy is off
@@ -43,6 +45,8 @@ def lay_out(program: Program, target: Target) -> None:
     Args:
         program: the step; its values are changed.
         target: what it is compiled for.
+        nearest: of several ways to lay the values out, each of which it may call, the number of
+            that which is nearest to what the compiler says.
     """
     if program.is_counted:
         return
@@ -56,19 +60,36 @@ def lay_out(program: Program, target: Target) -> None:
     wanted = [v for v in flat.values if _is_array(v)]
     block = replace(flat.block, outputs=(*flat.block.outputs, *wanted))
     pinned = program.out_shardings() or [None] * len(program.block.outputs)
-    lowered = lower_for(
-        target,
-        as_function(compilable(block, target)),
-        program.avals(),
-        out_shardings=[*pinned, *[None] * len(wanted)],
-    )
+    block = compilable(block, target)
+    shardings = [*pinned, *[None] * len(wanted)]
     first, state = len(program.consts), program.state or ()
-    text, said = _compat.propagated(lowered, [first + n for n in state], program.replaced)
-    meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
-    for value, sharding in zip(wanted, said[len(pinned) :], strict=True):
-        value.lay_out(_layout(sharding, meshes, len(value.aval.shape)))
-    for copy, value in flat.copies:
-        value.lay_out(copy.layout)
+    later = {first + n for n in state}
+    rows = [v.layout for n, v in enumerate(program.block.inputs) if n not in later and v.layout]
+    axes = {name for layout in rows for name, _ in layout.all_axes}
+    found = []
+    for held_back in [set[str](), axes] if later and axes else [axes]:
+        # A function of its own: JAX remembers what it lowered, and that is changed here.
+        function = as_function(block)
+        lowered = lower_for(target, function, program.avals(), out_shardings=shardings)
+        text, said = _propagated(lowered, later, program.replaced, held_back)
+        meshes = {m["name"]: dict(_sizes(m["axes"])) for m in _MESH.finditer(text)}
+        pairs = zip(wanted, said[len(pinned) :], strict=True)
+        found.append([_layout(split, meshes, len(v.aval.shape)) for v, split in pairs])
+
+    def lay(layouts: Sequence[Layout]) -> None:
+        for value, layout in zip(wanted, layouts, strict=True):
+            value.lay_out(layout)
+        for copy, value in flat.copies:
+            value.lay_out(copy.layout)
+
+    # XLA's own order of things is not always the same as either.
+    ways = [functools.partial(lay, layouts) for layouts in found]
+    sizes = [_bytes(wanted, layouts) for layouts in found]
+    ways[nearest(ways) if len({*sizes}) > 1 else 0]()
+
+
+def _bytes(values: Sequence[Value], layouts: Sequence[Layout]) -> int:
+    return sum(how.part_bytes(v.aval) for v, how in zip(values, layouts, strict=True))
 
 
 def _give_arguments(program: Program) -> None:
@@ -214,3 +235,46 @@ def _of_dimension(text: str, sizes: dict[str, int]) -> Iterator[Axis]:
             yield f"{axis['name']}:({axis['before']})", int(axis["part"])
         else:
             yield axis["name"], sizes[axis["name"]]
+
+
+def _propagated(
+    lowered: jax.stages.Lowered,
+    later_arguments: Iterable[int],
+    later_results: Iterable[int],
+    axes: set[str],
+) -> tuple[str, list[str]]:
+    """A lowered program with Shardy's propagation run on it: its meshes, and for each result how
+    it is split, as Shardy prints them; the program itself is changed.
+
+    Along ``axes``, those of the batch, the layouts of ``later_arguments`` and ``later_results``
+    spread after those of all others.
+    """
+    from jaxlib.mlir import ir, passmanager
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        ops = list(module.body.operations)
+        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
+        for name, later in (("arg_attrs", later_arguments), ("res_attrs", later_results)):
+            given = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes[name])]
+            main.attributes[name] = ir.ArrayAttr.get(
+                [_spread_later(a, axes, ir) if n in {*later} else a for n, a in enumerate(given)]
+            )
+        for passes in ("inline", "sdy-propagation-pipeline"):
+            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        ops = list(module.body.operations)
+        meshes = "\n".join(str(op) for op in ops if op.operation.name == "sdy.mesh")
+        main = next(op for op in ops if getattr(op, "name", None) == ir.StringAttr.get("main"))
+        results = [ir.DictAttr(each) for each in ir.ArrayAttr(main.attributes["res_attrs"])]
+        split = [str(each["sdy.sharding"]) if "sdy.sharding" in each else "" for each in results]
+    return meshes, split
+
+
+def _spread_later(attributes: Any, axes: set[str], ir: Any) -> Any:
+    named = {each.name: each.attr for each in attributes}
+    if "sdy.sharding" in named:
+        said = str(named["sdy.sharding"])
+        shared = "|".join(map(re.escape, sorted(axes)))
+        later = re.sub(rf'(\{{[^{{}}]*"(?:{shared})"[^{{}}]*\}})', r"\1p1", said)
+        named["sdy.sharding"] = ir.Attribute.parse(later if axes else said)
+    return ir.DictAttr.get(named)

@@ -153,6 +153,11 @@ def _notes(
         if solution is not None and solution.why == WHY:
             what = "the plan is a simple answer, which takes no search"
         yield f"the time limit of {compiler.deadline.seconds:g} s ended the search: {what}"
+    if compiler.scale != 1.0:
+        yield (
+            f"bytes of intermediate values are {compiler.scale:.3g} times what was counted, as the "
+            "compiler says of the step as written: how it splits them is not known"
+        )
     if compiler.mute:
         yield "its callbacks were left out of the program compiled for that"
 

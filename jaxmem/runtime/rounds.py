@@ -223,10 +223,7 @@ class _Rounds(Tries):
         self.report("compiling the step as written")
         plain = self.compiler.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
-        if not self.compiler.program.is_counted and self.search.keep_all.temp_bytes:
-            # The simulator counts whole arrays, the compiler each device's part of them.
-            self.scale = max(plain.memory.temp_bytes, 1) / self.search.keep_all.temp_bytes
-            self.unscaled = self.scale
+        self.scale = self.unscaled = self.compiler.scale
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)
