@@ -420,14 +420,9 @@ class FittedStep:
             if traced.automatic:
                 trace = functools.partial(self._caller.trace, call)
                 compiler = compiler_of(traced.program)
+                also = {"host_bytes": host_bytes, "bench": bench}
                 self._traced[call.key], outcome = microbatches.fit(
-                    traced,
-                    trace,
-                    compiler,
-                    budget_bytes,
-                    report,
-                    host_bytes=host_bytes,
-                    bench=bench,
+                    traced, trace, compiler, budget_bytes, report, **also
                 )
                 return outcome
             return one_program(host_bytes)
