@@ -131,8 +131,8 @@ class MemoryReport:
     ) -> Path:
         """Write the report as one HTML file that works offline, and return its path.
 
-        The page shows live bytes over the step, stacked by category, module, source line or buffer by
-        buffer, with the peak and what must not be exceeded; the buffers as a table that can be
+        The page shows live bytes over the step, stacked by category, module, source line or buffer
+        by buffer, with the peak and what must not be exceeded; the buffers as a table that can be
         searched, sorted and narrowed to what was selected in the chart. Without JavaScript the
         tables still read. It loads nothing from anywhere.
 

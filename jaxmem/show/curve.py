@@ -72,7 +72,7 @@ def frontier_svg(frontier: Frontier) -> str:
         for s in dict.fromkeys((slow, quick))
     )
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" width="100%" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'font-size="13" font-family="inherit" fill="currentColor"><title>{escape(name)}</title>'
         f'<polyline points="{" ".join(steps)}" fill="none" stroke="{BLUE}" stroke-width="2"/>'
         f"{dots}{letters}{axis}</svg>"

@@ -216,7 +216,7 @@ def timeline_svg(rows: ReportRows) -> str:
     anchor = "start" if column < columns / 2 else "end"
     label = f"peak {format_bytes(rows.peak_bytes)}"
     return (
-        f'<svg viewBox="0 0 {width} {height + 24}" role="img" width="100%" '
+        f'<svg viewBox="0 0 {width} {height + 24}" role="img" '
         f'font-size="13" font-family="inherit" fill="currentColor">'
         f"<title>{escape(f'live bytes over {count} operations, {label}')}</title>"
         f'<polygon points="0,{height} {points} {width},{height}" fill="{BLUE}" '

@@ -1,7 +1,7 @@
 // The memory timeline of one report: uPlot draws axes, bands and cursor, and we draw on its canvas
 // what it has no word for: phases, limit, peak, single buffers, what is highlighted.
 
-const AXIS_WIDTH = 72, AXIS_HEIGHT = 34;
+const AXIS_WIDTH = 72, AXIS_HEIGHT = 28;
 const LEAST_PIXELS = 0.5; // a buffer thinner than that is part of the grey below
 
 class Timeline {
@@ -36,7 +36,7 @@ class Timeline {
     const [data, series] = this.series();
     const faint = color("faint"), grid = { stroke: color("grid"), width: 1 };
     const options = {
-      width, height, series, legend: { show: false }, padding: [22, 14, 0, 0],
+      width, height, series, legend: { show: false }, padding: [22, 24, 0, 0],
       cursor: {
         y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
       },
@@ -46,7 +46,8 @@ class Timeline {
       },
       axes: [
         { stroke: faint, grid: { show: false }, ticks: grid, size: AXIS_HEIGHT, font: font(11),
-          values: (plot, at) => at.map((n) => (Number.isInteger(n) ? formatCount(n + 1) : "")) },
+          label: "operation", labelSize: 16, labelGap: 0, labelFont: font(11),
+          values: (plot, at) => at.map((n) => (Number.isInteger(n) && n <= this.to ? formatCount(n + 1) : "")) },
         { stroke: faint, grid, ticks: grid, size: AXIS_WIDTH, font: font(11), splits: byteSplits,
           values: (plot, at) => at.map(axisBytes) },
       ],
@@ -58,6 +59,7 @@ class Timeline {
     };
     this.plot?.destroy();
     this.plot = new uPlot(options, data, this.host);
+    this.plot.batch(() => {}); // lay it out now, not in a microtask: positions are asked for next
     this.plot.over.addEventListener("click", () => this.clicked());
     this.plot.over.addEventListener("dblclick", () => this.zoom(0, this.report.operations - 1));
     this.showRange();
@@ -267,7 +269,9 @@ class Timeline {
     this.dragged = true;
     setTimeout(() => { this.dragged = false; }, 50);
     const first = this.columnAt(plot.posToVal(left, "x")), last = this.columnAt(plot.posToVal(left + width, "x"));
-    this.app.select(this.report, this.columns.edges[first], this.columns.edges[last + 1] - 1);
+    const from = this.columns.edges[first], to = this.columns.edges[last + 1] - 1;
+    // Later: selecting may make the plot anew, and uPlot is not done with this one.
+    queueMicrotask(() => this.app.select(this.report, from, to));
   }
 
   // The selected range as a tint; uPlot's own selection, set from the state.

@@ -29,7 +29,7 @@ class FrontierChart {
       scales: { x: { time: false, range: () => this.reach("bytes") }, y: { range: () => this.reach("seconds") } },
       axes: [
         { stroke: faint, grid, ticks: grid, size: AXIS_HEIGHT, font: font(11), splits: (plot, axis, least, most) => byteSplits(plot, axis, least, most).filter((n) => n >= least),
-          values: (plot, at) => at.map(formatBytes) },
+          values: (plot, at) => at.map(axisBytes) },
         { stroke: faint, grid, ticks: grid, size: AXIS_WIDTH, font: font(11), values: (plot, at) => at.map(formatSeconds) },
       ],
       series: [{}, { paths: uPlot.paths.stepped({ align: 1 }), stroke: color("p0"), width: 2, points: { show: true, size: 6, fill: color("p0") } }],

@@ -158,11 +158,11 @@ class App {
       [from, to] = [0, last];
     }
     const rows = rowsOf(report, found, this.together);
-    const bytes = found.reduce((sum, i) => sum + report.bytes[i], 0);
+    const sum = liveSum(report, found.length, (i) => found[i]).slice(from, to + 1);
     const where = from === to ? `live at operation ${formatCount(from + 1)}${from === peak ? ", the peak" : ""}`
       : from === 0 && to === last ? "in the whole step" : `live in operations ${formatCount(from + 1)} to ${formatCount(to + 1)}`;
     const band = this.band === undefined ? "" : ` of ${this.band || "(no name)"}`;
-    this.count.replaceChildren(isolated(`${plural(found.length, "buffer")}${band} ${where}, ${formatBytes(bytes)}${note}`));
+    this.count.replaceChildren(isolated(`${plural(found.length, "buffer")}${band} ${where}, ${from === to ? "" : "at most "}${formatBytes(peakOf(sum))}${from === to ? "" : " at a time"}${note}`));
     this.table.show(report, rows);
   }
 }
@@ -199,7 +199,6 @@ function start() {
       host.hidden = true; // The tables without scripts stay.
       throw error;
     }
-    document.getElementById("static").hidden = true;
     parts.push(() => app.updateCharts());
   }
   if (data.frontier) {

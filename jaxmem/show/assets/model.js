@@ -306,9 +306,12 @@ function rowsOf(report, buffers, together) {
   return [...alike.values()];
 }
 
-// One text for the values of a field of several buffers: "block0 … block11" where they differ.
+// One text for the values of a field of several buffers: "block*/mlp" where only numbers differ.
 function spanned(report, buffers, field) {
   const values = new Set(buffers.map((i) => report.kinds[report.kind[i]][field]));
   const [first] = values;
-  return values.size === 1 ? first : `${first} … ${[...values].pop()}`;
+  if (values.size === 1) return first;
+  const general = new Set([...values].map((value) => value.replace(/\d+/g, "*")));
+  if (general.size === 1) return [...general][0];
+  return `${first} … ${[...values].pop()}`;
 }

@@ -38,7 +38,10 @@ class BufferTable {
   show(report, rows) {
     this.report = report;
     this.rows = rows;
-    for (const row of rows) row.start = row.buffers.reduce((least, i) => Math.min(least, report.start[i]), Infinity);
+    for (const row of rows) {
+      row.start = row.buffers.reduce((least, i) => Math.min(least, report.start[i]), Infinity);
+      row.end = row.buffers.reduce((most, i) => Math.max(most, report.end[i]), 0);
+    }
     this.active = 0;
     this.scroller.scrollTop = 0;
     this.ordered();
@@ -83,7 +86,7 @@ class BufferTable {
   }
 
   rowElement(row, index) {
-    const picked = row.buffers.length > 0 && row.buffers.every((i) => this.app.picked.has(i));
+    const picked = row.buffers.some((i) => this.app.picked.has(i));
     const made = element("div", {
       role: "row", id: `row${index}`, "aria-rowindex": index + 2, "aria-selected": picked,
       class: index === this.active ? "active" : "", "data-index": index,
@@ -96,7 +99,7 @@ class BufferTable {
 
   cells(row) {
     const { report } = this, { kind, buffers } = row, one = buffers.length === 1;
-    const live = one ? `${formatCount(report.start[buffers[0]] + 1)}–${formatCount(report.end[buffers[0]] + 1)}` : "";
+    const live = `${formatCount(row.start + 1)}–${formatCount(row.end + 1)}`;
     const { bands, bandOfKind } = grouping(report, this.app.reports, this.app.mode);
     const category = element("span", {}, swatch(bands[bandOfKind[report.kind[buffers[0]]]].color), isolated(kind.category));
     const name = one ? kind.name : spanned(report, buffers, "name");

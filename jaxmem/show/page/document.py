@@ -1,15 +1,12 @@
-"""Put one page together: static parts, data, script and style under a strict policy, in one file."""
+"""Put one page together: static parts, data, script and style under a strict policy."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from jaxmem import __version__
-from jaxmem.errors import ArgumentError, ReportError
+from jaxmem.errors import ArgumentError
 from jaxmem.planner.frontier import Frontier
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
@@ -37,13 +34,14 @@ def document(
     Raises:
         ArgumentError: one of them is of another kind, or they are of different steps.
 
-    A Content-Security-Policy in the page allows its own script and style by their hashes and nothing
-    else: no connection, no image, no frame, no inline handler, no ``eval``; with Trusted Types, no
-    text becomes markup either (https://www.w3.org/TR/CSP3, https://www.w3.org/TR/trusted-types).
+    A Content-Security-Policy in the page allows its own script and style by their hashes and
+    nothing else: no connection, no image, no frame, no inline handler, no ``eval``; with Trusted
+    Types, no text becomes markup (https://www.w3.org/TR/CSP3, https://www.w3.org/TR/trusted-types).
     """
     _check(report, plan, before, frontier)
     subject = report or plan or frontier
-    assert subject is not None
+    if subject is None:
+        raise ArgumentError("there is nothing to show: give a report, a plan or a frontier")
     if before is None:
         shown = [("Planned" if plan else "As written", report)]
     else:
@@ -53,38 +51,13 @@ def document(
     body = [
         "<header>",
         *_head(title, report, plan, before),
-        "</header><main>",
-        *_reports(reports),
+        '</header><main><div id="app" hidden></div>',
         *(static.plan_section(plan) if plan else ()),
         *(static.frontier_section(frontier) if frontier else ()),
         "</main>",
     ]
-    return "".join(_page(title, body, json_text(page_data(reports, plan, frontier))))
-
-
-def write_page(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page to ``path`` and return that.
-
-    Raises:
-        ReportError: it cannot be written there; the message says why and what to do.
-    """
-    file = Path(path)
-    try:
-        file.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ReportError(f"the report cannot be written to {file}: {_fix(file, error)}") from error
-    return file
-
-
-def _fix(file: Path, error: OSError) -> str:
-    folder = file.parent
-    if isinstance(error, IsADirectoryError):
-        return f"it is a folder. Name a file in it: {file / 'report.html'}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return f"there is no folder {folder}. Make it first, or choose another path."
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return f"no permission ({error.strerror}). Choose a path in a folder you may write to."
-    return f"{error.strerror or error}."
+    data = json_text(page_data(reports, plan, frontier))
+    return "".join(_page(title, body, data, _without_script(reports)))
 
 
 def _check(
@@ -135,21 +108,21 @@ def _head(
         yield from static.head(summed)
 
 
-def _reports(reports: Sequence[tuple[str, MemoryReport]]) -> Iterator[str]:
-    """Where the script works, and what is read until it does, or without it."""
+def _without_script(reports: Sequence[tuple[str, MemoryReport]]) -> Iterator[str]:
+    """What is read where the script does not work; it comes after it, so nobody waits for it."""
     if not reports:
         return
-    yield '<div id="app" hidden></div><div id="static">'
-    yield (
-        "<noscript><p>This browser runs no JavaScript: below are the chart and the largest "
-        f"{static.MOST_ROWS} buffers. Search, selection and the rest need it.</p></noscript>"
-    )
+    yield '<div id="static"><noscript><p>This browser runs no JavaScript: here are charts and the '
+    yield f"{static.MOST_ROWS} largest entries of each table. Search and selection need it.</p>"
+    yield "</noscript>"
     for label, report in reports:
         yield from static.report_section(label, report)
     yield "</div>"
 
 
-def _page(title: str, body: Sequence[str], data: str) -> Iterator[str]:
+def _page(
+    title: str, body: Iterable[str], data: str, without_script: Iterable[str]
+) -> Iterator[str]:
     script, style = assets.script(), assets.style()
     policy = "; ".join(
         (
@@ -169,7 +142,8 @@ def _page(title: str, body: Sequence[str], data: str) -> Iterator[str]:
     yield '<meta name="color-scheme" content="light dark">'
     yield f"<title>{escape(title)}</title><style>{style}</style></head><body>"
     yield from body
-    yield f'<footer>jaxmem {__version__}; charts by uPlot {assets.uplot_version()} (MIT). '
-    yield "Nothing in this file is fetched from anywhere.</footer>"
     yield f'<script type="application/json" id="data">{data}</script>'
-    yield f"<script>{script}</script></body></html>\n"
+    yield f"<script>{script}</script>"
+    yield from without_script
+    yield f"<footer>jaxmem {__version__}; charts by uPlot {assets.uplot_version()} (MIT). "
+    yield "Nothing in this file is fetched from anywhere.</footer></body></html>\n"

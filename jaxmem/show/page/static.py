@@ -1,7 +1,7 @@
 """What a page says without scripts: head, tables, and charts as plain SVG.
 
-The page's Content-Security-Policy forbids ``style`` attributes too, so the look is in classes and in
-SVG's own attributes. Every text that comes from a program is escaped and stands in a ``<bdi>``,
+The page's Content-Security-Policy forbids ``style`` attributes too, so the look is in classes and
+in SVG's own attributes. Every text that comes from a program is escaped and stands in a ``<bdi>``,
 which keeps right-to-left names from reordering what is beside them.
 """
 
@@ -72,7 +72,8 @@ def frontier_section(frontier: Frontier) -> Iterator[str]:
     """The frontier: a chart, which the script replaces by its own, and its tables."""
     page = frontier_page(frontier)
     yield '<section class="frontier"><h2>What every budget costs</h2>'
-    yield from (f"<p>{escape(sentence)}</p>" for sentence in page.sentences)
+    yield from (f"<p><bdi>{escape(sentence)}</bdi></p>" for sentence in page.sentences)
+    yield "<p>The line: the quickest program found for each budget. Points beside it: policies.</p>"
     yield f'<div id="frontier">{frontier_svg(frontier)}</div>'
     for grid in page.grids:
         yield f"<details><summary>{escape(grid.title)}</summary>"
@@ -125,7 +126,9 @@ def _bars(bars: Sequence[Bar], limit: Bar) -> Iterator[str]:
                     f'<rect class="beyond" x="{at(within)}" width="{at(bar.nbytes - within)}" '
                     'height="12"/>'
                 )
-        mark = f'<line class="limit" x1="{at(limit.nbytes)}" x2="{at(limit.nbytes)}" y1="0" y2="12"/>'
+        mark = (
+            f'<line class="limit" x1="{at(limit.nbytes)}" x2="{at(limit.nbytes)}" y1="0" y2="12"/>'
+        )
         yield (
             f'<tr><th scope="row">{escape(bar.label)}</th><td class="number">{bar.size}</td>'
             f'<td class="bar"><svg viewBox="0 0 {_BAR_WIDTH} 12" preserveAspectRatio="none" '

@@ -36,7 +36,7 @@ def summary(
     report: MemoryReport | None, plan: Plan | None, before: MemoryReport | None
 ) -> Summary | None:
     """Returns the head of a page with these parts; ``None`` without a report and a plan."""
-    shown = report or plan
+    shown = plan or report
     if shown is None:
         return None
     name = "budget" if plan else "device"
@@ -64,12 +64,11 @@ def _device(report: MemoryReport | None) -> int:
 
 
 def _verdict(nbytes: int, limit: Bar, target: str) -> tuple[str, str]:
-    over = nbytes - limit.nbytes
-    what = f"the {limit.size} of {target}" if limit.label == "device" else f"the {limit.size} budget"
+    size, over = format_bytes(nbytes), nbytes - limit.nbytes
+    what = f"the {limit.size} " + (f"of {target}" if limit.label == "device" else "budget")
     if over > 0:
-        return f"Does not fit: {format_bytes(nbytes)} is {format_bytes(over)} more than {what}.", "bad"
-    used = percent_text(nbytes, limit.nbytes)
-    return f"Fits: {format_bytes(nbytes)} is {used} of {what}.", "good"
+        return f"Does not fit: {size} is {format_bytes(over)} more than {what}.", "bad"
+    return f"Fits: {size} is {percent_text(nbytes, limit.nbytes)} of {what}.", "good"
 
 
 def _bars(
