@@ -73,7 +73,7 @@ _NARROW = (
     "MicrobatchError",
     "MissingPluginError",
     "ProcessError",
-    "ReportError",
+    "ReportFileError",
     "ShardingError",
     "TrackError",
     "UnknownTargetError",

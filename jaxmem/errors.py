@@ -140,7 +140,7 @@ class CheckpointError(JaxmemError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
 
 
-class ReportError(JaxmemError, OSError):
+class ReportFileError(JaxmemError, OSError):
     """A report that cannot be written where it was asked for."""
 
 

@@ -127,7 +127,7 @@ class Frontier:
         """Write the frontier as one HTML file that works offline, and return its path.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportFileError: the file cannot be written.
         """
         from jaxmem.show.page import document, write_page
 

@@ -364,7 +364,7 @@ class Plan:
             frontier: what other budgets would cost, drawn with stock policies.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportFileError: the file cannot be written.
             ArgumentError: ``frontier`` is none, or of another step or target.
         """
         from jaxmem.show.page import document, write_page

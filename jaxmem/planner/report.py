@@ -143,7 +143,7 @@ class MemoryReport:
             frontier: what other budgets would cost, drawn with stock policies.
 
         Raises:
-            ReportError: the file cannot be written.
+            ReportFileError: the file cannot be written.
             ArgumentError: an argument is of another kind, or of another step or target.
 
         Cost: about 30 bytes for each buffer; beyond 20,000 the smallest are drawn as one, and the

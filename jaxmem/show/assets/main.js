@@ -41,7 +41,7 @@ class App {
     const whole = element("button", { type: "button", onclick: () => this.timelines.forEach((one) => one.zoom(0, one.report.operations - 1)) }, "Whole step");
     const hint = element("span", { class: "faint" }, "Drag to select, click to pick, double-click for all.");
     const panels = this.timelines.map((timeline) => element("section", { class: "panel" }, element("h2", {}, isolated(panelTitle(timeline.report))), timeline.host,
-      timeline.report.small.count ? element("p", { class: "note" }, smallText(timeline.report)) : null));
+      ...notesOf(timeline.report).map((note) => element("p", { class: "note" }, isolated(note)))));
     host.append(
       element("div", { class: "row toolbar" }, modes, zoom, whole, hint),
       element("div", { class: `charts charts${panels.length}` }, ...panels),
@@ -169,8 +169,10 @@ class App {
 
 function panelTitle(report) {
   const phase = phaseOf(report, report.peak_index);
-  return `${report.label}: peak ${formatBytes(report.peak)} at operation ${formatCount(report.peak_index + 1)} of ${formatCount(report.operations)}${phase && ` (${phase})`}`;
+  return `${report.label}: ${report.figure} peak ${formatBytes(report.peak)} at operation ${formatCount(report.peak_index + 1)} of ${formatCount(report.operations)}${phase && ` (${phase})`}`;
 }
+
+const notesOf = (report) => [...(report.small.count ? [smallText(report)] : []), ...report.notes];
 
 // Light, dark, or as the system has it.
 function themeButton(redraw) {

@@ -17,6 +17,7 @@ from jaxmem.planner.frontier import Frontier, Point, pareto
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.show.rows import clean, type_text
+from jaxmem.units import format_bytes
 
 # Beyond that many the smallest are drawn as one: a table of more helps nobody, and the file grows.
 MOST_BUFFERS = 20_000
@@ -64,7 +65,8 @@ def report_data(
     """Returns one report: figures, its listed buffers as columns, the others as one sum."""
     operations = max(1, len(report.timeline))
     timeline = report.timeline or (report.peak_bytes,)
-    ordered = sorted(report.buffers, key=lambda b: -b.nbytes)
+    away = [b for b in report.buffers if not on_device(b)]
+    ordered = sorted(filter(on_device, report.buffers), key=lambda b: -b.nbytes)
     listed = sorted(ordered[:most], key=lambda b: (b.start, -b.end, -b.nbytes))
     small = ordered[most:]
     sums = live_bytes(listed, operations), live_bytes(small, operations)
@@ -74,6 +76,7 @@ def report_data(
         "label": label,
         "title": f"{clean(report.function, TEXT_LIMIT)} on {clean(report.target, TEXT_LIMIT)}",
         "limit": {"name": limit[0], "bytes": limit[1]},
+        "figure": figure(report),
         "peak": report.peak_bytes,
         "peak_index": min(max(report.peak_index, 0), operations - 1),
         "compiled": report.compiled_bytes,
@@ -89,7 +92,32 @@ def report_data(
             "runs": runs(sums[1]),
         },
         "rest": runs(rest),
+        "notes": _notes(report, rest, away),
     }
+
+
+def on_device(buffer: Buffer) -> bool:
+    """Returns whether a buffer counts in the timeline: what is in pinned host memory does not."""
+    return getattr(buffer, "memory", "device") == "device"
+
+
+def figure(report: MemoryReport) -> str:
+    """Returns whose lifetimes a report has: ``"predicted"`` by the simulator, or ``"compiled"``."""
+    return getattr(report, "source", "predicted")
+
+
+def _notes(report: MemoryReport, rest: Sequence[int], away: Sequence[Buffer]) -> list[str]:
+    """What somebody who adds up the chart has to know."""
+    notes = [clean(note, TEXT_LIMIT) for note in getattr(report, "notes", ())]
+    if (most := -min(rest)) > 0:
+        notes.append(
+            f"At operation {rest.index(-most) + 1:,} the buffers add up to {format_bytes(most)} "
+            "more than the live bytes: on several devices they are whole arrays."
+        )
+    if away:
+        size = format_bytes(sum(b.nbytes for b in away))
+        notes.append(f"In host memory, and not in the chart: {len(away):,} of the buffers, {size}.")
+    return notes
 
 
 def live_bytes(buffers: Iterable[Buffer], operations: int) -> list[int]:

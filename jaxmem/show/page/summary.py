@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.show.page.data import figure
 from jaxmem.show.rows import Bar, clean, percent_text, plan_rows, report_rows
 from jaxmem.units import format_bytes
 
@@ -97,6 +98,6 @@ def _filled(report: MemoryReport) -> str:
         if buffer.source:
             lines[buffer.source] = lines.get(buffer.source, 0) + buffer.nbytes
     largest = sorted(lines.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
-    text = f"peak is {', '.join(parts) or 'empty'}."
+    text = f"{figure(report)} peak is {', '.join(parts) or 'empty'}."
     told = ", ".join(f"{clean(name)} {format_bytes(nbytes)}" for name, nbytes in largest)
     return f"{text} Most is made at {told}." if told else text

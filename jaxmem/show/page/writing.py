@@ -6,20 +6,22 @@ import errno
 import os
 from pathlib import Path
 
-from jaxmem.errors import ReportError
+from jaxmem.errors import ReportFileError
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> Path:
     """Write a page to ``path`` and return that.
 
     Raises:
-        ReportError: it cannot be written there; the message says why and what to do.
+        ReportFileError: it cannot be written there; the message says why and what to do.
     """
     file = Path(path)
     try:
         file.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
-        raise ReportError(f"the report cannot be written to {file}: {_fix(file, error)}") from error
+        raise ReportFileError(
+            f"the report cannot be written to {file}: {_fix(file, error)}"
+        ) from error
     return file
 
 

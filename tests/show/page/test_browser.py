@@ -274,8 +274,10 @@ def test_before_and_after_stand_side_by_side_on_one_scale(browser, tmp_path):
         boxes = [box.bounding_box() for box in page.locator(".u-over").all()]
         assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
         titles = page.locator(".panel h2").all_inner_texts()
-        assert titles[0].startswith("As written: peak 19.0GiB at operation 51 of 100 (backward)")
-        assert titles[1].startswith("Planned: peak 14.0GiB")
+        assert titles[0].startswith(
+            "As written: predicted peak 19.0GiB at operation 51 of 100 (backward)"
+        )
+        assert titles[1].startswith("Planned: predicted peak 14.0GiB")
         amounts = page.locator(".legend li").filter(has_text="residual").locator(".amount")
         assert [text.split()[0] for text in amounts.all_inner_texts()] == ["10.0GiB", "5.0GiB"]
         assert rows(page)[0][:3] == ["5.0GiB", "36%", "5"]  # of the plan

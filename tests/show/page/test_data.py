@@ -2,11 +2,12 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmem.planner.report import Buffer
 from jaxmem.show.page.data import KIND_FIELDS, TEXT_LIMIT, json_text, page_data, report_data
 from jaxmem.show.rows import clean, type_text
 from tests.show.samples import GIB, HOSTILE, buffer, frontier, plan, report
@@ -108,6 +109,33 @@ def test_an_empty_program_is_one_operation_of_its_peak():
     assert (data["operations"], stacked(data), data["peak_index"]) == (1, [3], 0)
     kept = replace(empty, buffers=(buffer(2, "argument", end=0),))
     assert stacked(report_data("x", kept, None)) == [3]
+
+
+@dataclass(frozen=True)
+class Placed(Buffer):
+    """A buffer that says in which memory it is."""
+
+    memory: str = "device"
+
+
+def test_what_is_in_host_memory_is_not_drawn_and_a_note_says_so():
+    here, away = (
+        Placed(**asdict(buffer(3 * GIB, "argument", end=11)), memory=memory)
+        for memory in ("device", "host")
+    )
+    shown = report(buffers=(here, away), timeline=(3 * GIB,) * 12)
+    data = report_data("x", shown, None)
+    assert data["columns"]["bytes"] == [3 * GIB]
+    assert data["notes"] == ["In host memory, and not in the chart: 1 of the buffers, 3.0GiB."]
+
+
+def test_buffers_that_add_up_to_more_than_is_live_are_noted():
+    shown = report(
+        buffers=(buffer(3 * GIB, "argument", end=11),), timeline=(4 * GIB,) * 11 + (GIB,)
+    )
+    (note,) = report_data("x", shown, None)["notes"]
+    assert note.startswith("At operation 12 the buffers add up to 2.0GiB more than the live bytes")
+    assert report_data("x", replace(shown, timeline=(4 * GIB,) * 12), None)["notes"] == []
 
 
 def test_the_limit_is_the_budget_of_the_plan_or_the_device():
