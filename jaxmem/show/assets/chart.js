@@ -125,9 +125,11 @@ class Timeline {
       ctx.fillStyle = colors[band];
       ctx.fillRect(box.x, box.y, box.width, box.height);
       if (buffer < 0) continue;
-      if (box.height > 3 && box.width > 3) {
-        ctx.strokeStyle = surface;
-        ctx.strokeRect(box.x, box.y, box.width, box.height);
+      // A line between it and the next one; at the sides there is none, since a buffer that sinks
+      // is several rectangles.
+      if (box.height > 3 * pixel) {
+        ctx.fillStyle = surface;
+        ctx.fillRect(box.x, box.y, box.width, pixel);
       }
       if (box.height > 15 * pixel && box.width > 80 * pixel) {
         boxText(ctx, box, `${this.report.kinds[this.report.kind[buffer]].name} ${formatBytes(bytes)}`, surface);
@@ -276,7 +278,9 @@ class Timeline {
 
   // The selected range as a tint; uPlot's own selection, set from the state.
   showRange() {
-    const { range } = this.app, here = range && this.app.report === this.report;
+    const { range } = this.app, mine = range && this.app.report === this.report;
+    // What fills the view, once zoomed to, needs no tint.
+    const here = mine && (range[0] > this.from || range[1] < this.to);
     const at = (value) => this.plot.valToPos(Math.min(Math.max(value, this.from), this.to + 1), "x");
     const left = here ? at(range[0]) : 0, right = here ? at(range[1] + 1) : 0;
     const height = this.plot.over.clientHeight;

@@ -22,6 +22,7 @@ from jaxmem.units import format_bytes
 # Beyond that many the smallest are drawn as one: a table of more helps nobody, and the file grows.
 MOST_BUFFERS = 20_000
 TEXT_LIMIT = 400
+_SEEN = 1000  # a share of the peak smaller than one in that many cannot be seen in a chart
 KIND_FIELDS = ("name", "category", "type", "source", "module", "path", "primitive")
 
 
@@ -114,8 +115,9 @@ def _notes(report: MemoryReport, rest: Sequence[int], away: Sequence[Buffer]) ->
             f"At operation {rest.index(-most) + 1:,} the buffers add up to {format_bytes(most)} "
             "more than the live bytes: on several devices they are whole arrays."
         )
-    if away:
-        size = format_bytes(sum(b.nbytes for b in away))
+    nbytes = sum(b.nbytes for b in away)
+    if nbytes * _SEEN > report.peak_bytes:
+        size = format_bytes(nbytes)
         notes.append(f"In host memory, and not in the chart: {len(away):,} of the buffers, {size}.")
     return notes
 
