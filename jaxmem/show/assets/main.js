@@ -24,7 +24,7 @@ class App {
   }
 
   chartHeight() {
-    return Math.max(240, Math.min(380, Math.round(innerHeight * 0.42)));
+    return Math.max(240, Math.min(380, Math.round(innerHeight * 0.38)));
   }
 
   // One scale for all charts of the page, so that heights compare.
@@ -85,8 +85,11 @@ class App {
   }
 
   pickBand(report, band, operation) {
-    if (band.extra) return;
     this.turnTo(report);
+    if (band.extra) {
+      announce(extraText(this, band));
+      return;
+    }
     const again = this.band === band.name && operation === undefined;
     this.band = again ? undefined : band.name;
     this.picked = new Set();

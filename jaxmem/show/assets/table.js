@@ -25,13 +25,12 @@ class BufferTable {
     this.space = element("div", { class: "space", role: "rowgroup" });
     this.scroller = element("div", { class: "scroller" }, this.space);
     this.host = element("div", {
-      class: "grid", role: "grid", "aria-label": "Buffers. Up and down arrows move, Enter highlights in the chart.",
+      class: "grid", role: "grid", tabindex: 0, "aria-label": "Buffers. Up and down arrows move, Enter highlights in the chart.",
       "aria-colcount": COLUMNS.length,
     }, element("div", { role: "rowgroup", class: "head" }, element("div", { role: "row", "aria-rowindex": 1 }, ...this.heads)), this.scroller);
-    this.scroller.tabIndex = 0;
-    this.scroller.setAttribute("aria-label", "rows of buffers");
+    this.scroller.tabIndex = -1;
     this.scroller.addEventListener("scroll", () => this.later());
-    this.scroller.addEventListener("keydown", (event) => this.key(event));
+    this.host.addEventListener("keydown", (event) => this.key(event));
     this.space.addEventListener("click", (event) => this.clicked(event));
   }
 
@@ -81,8 +80,8 @@ class BufferTable {
     const shown = [];
     for (let i = first; i < last; i++) shown.push(this.rowElement(this.rows[i], i));
     this.space.replaceChildren(...shown);
-    if (this.rows.length) this.scroller.setAttribute("aria-activedescendant", `row${this.active}`);
-    else this.scroller.removeAttribute("aria-activedescendant");
+    if (this.rows.length) this.host.setAttribute("aria-activedescendant", `row${this.active}`);
+    else this.host.removeAttribute("aria-activedescendant");
   }
 
   rowElement(row, index) {
@@ -114,6 +113,7 @@ class BufferTable {
   clicked(event) {
     const row = event.target.closest("[data-index]");
     if (!row) return;
+    this.host.focus({ preventScroll: true });
     this.active = Number(row.dataset.index);
     this.pick();
   }
@@ -140,6 +140,7 @@ class BufferTable {
   }
 
   key(event) {
+    if (event.target.closest("button")) return; // the heads sort
     const page = Math.max(1, Math.floor(this.scroller.clientHeight / ROW_HEIGHT) - 1);
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
     if (event.key in steps) this.goTo(this.active + steps[event.key]);
