@@ -25,7 +25,7 @@ THREADS ?= 2
 TEST_ENV := NPROC=$(THREADS) OMP_NUM_THREADS=$(THREADS) OPENBLAS_NUM_THREADS=$(THREADS) \
 	PYTHONHASHSEED=0
 
-.PHONY: help demo test test-spread test-slow lint types format lock clean
+.PHONY: help demo test test-spread test-slow lint types format lock vendor clean
 
 help:
 	@echo "make demo    train a GPT inside 60, 40 and 25% of its memory, then plan for an absent H100"
@@ -34,6 +34,7 @@ help:
 	@echo "make lint    ruff; make format applies what it can"
 	@echo "make types   pyright"
 	@echo "make lock    resolve the pinned versions anew, for the Python of $(VENV)"
+	@echo "make vendor  fetch the charting library of HTML reports anew (needs npm)"
 	@echo "make clean   remove the virtual environments and caches"
 
 demo: $(INSTALLED)
@@ -62,6 +63,9 @@ types: $(INSTALLED)
 
 lock: $(INSTALLED)
 	$(BIN)/python requirements/lock.py
+
+vendor: $(INSTALLED)
+	$(BIN)/python requirements/vendor.py
 
 # Python 3.11 has its own lock files (jax stops at 0.10.2 there); newer ones share those of 3.12.
 $(INSTALLED): pyproject.toml $(LOCKS)

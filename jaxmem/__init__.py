@@ -73,6 +73,7 @@ _NARROW = (
     "MicrobatchError",
     "MissingPluginError",
     "ProcessError",
+    "ReportFileError",
     "ShardingError",
     "TrackError",
     "UnknownTargetError",

@@ -140,6 +140,10 @@ class CheckpointError(JaxmemError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored into the tree that was given."""
 
 
+class ReportFileError(JaxmemError, OSError):
+    """A report that cannot be written where it was asked for."""
+
+
 class ProcessError(JaxmemError, RuntimeError):
     """Of several processes some are missing, or do something else than the others.
 

@@ -44,8 +44,9 @@ LEVELS = {
     "cli": 13,
     "__main__": 14,
 }
-# Methods that Python, rich or Jupyter call to show an object; they may import `show` when called.
-DISPLAY_HOOKS = {"__str__", "__rich__", "_repr_html_", "_repr_mimebundle_"}
+# Methods that Python, rich or Jupyter call to show an object, and the one that writes it as a page;
+# they may import `show` when called.
+DISPLAY_HOOKS = {"__str__", "__rich__", "_repr_html_", "_repr_mimebundle_", "to_html"}
 # What `import jaxmem` must not load: it is slow, or the user may not have it.
 LAZY = {"equinox", "flax", "matplotlib", "optax", "orbax", "rich", "scipy"}
 MAX_EXPORTS = 25

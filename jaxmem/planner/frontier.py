@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import BudgetInfeasibleError, MissingExtraError
@@ -120,6 +122,16 @@ class Frontier:
         """The frontier as JSON text; the same frontier gives the same text, byte for byte."""
         data = {**asdict(self), "schema_version": SCHEMA_VERSION}
         return json.dumps(data, indent=1, sort_keys=True)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the frontier as one HTML file that works offline, and return its path.
+
+        Raises:
+            ReportFileError: the file cannot be written.
+        """
+        from jaxmem.show.page import document, write_page
+
+        return write_page(path, document(frontier=self))
 
     def plot(self, ax: Any = None) -> Any:
         """Draw it on matplotlib axes, new ones by default, and return them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
     from jaxmem.planner.explain import Explanation
+    from jaxmem.planner.frontier import Frontier
 
 SCHEMA_VERSION = 8
 Action = Literal["keep", "recompute", "offload"]
@@ -351,6 +353,23 @@ class Plan:
             raise PlanMismatchError(f"{path} is not a jaxmem plan: {error}. {AGAIN}") from error
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error}") from error
+
+    def to_html(self, path: str | os.PathLike[str], *, frontier: Frontier | None = None) -> Path:
+        """Write the plan as one HTML file that works offline, and return its path.
+
+        A plan knows no buffers: ``step.report(...).to_html(path, plan=plan)`` draws them too.
+
+        Args:
+            path: the file to write; one that is there is replaced.
+            frontier: what other budgets would cost, drawn with stock policies.
+
+        Raises:
+            ReportFileError: the file cannot be written.
+            ArgumentError: ``frontier`` is none, or of another step or target.
+        """
+        from jaxmem.show.page import document, write_page
+
+        return write_page(path, document(plan=self, frontier=frontier))
 
     def __str__(self) -> str:
         from jaxmem.show.terminal import plan_text

@@ -22,11 +22,16 @@ def frontier_text(frontier: Frontier, *, width: int | None = None) -> str:
 
 def frontier_html(frontier: Frontier) -> str:
     """Returns a frontier as an HTML fragment: chart, points, policies."""
-    return page_html(frontier_page(frontier), _chart(frontier))
+    return page_html(
+        frontier_page(frontier), f'<div style="max-width:{_WIDTH}px">{frontier_svg(frontier)}</div>'
+    )
 
 
-def _chart(frontier: Frontier) -> str:
-    """The curve as steps, since a budget buys the point at its left; policies as letters."""
+def frontier_svg(frontier: Frontier) -> str:
+    """Returns the curve as steps, since a budget buys the point at its left; policies as letters.
+
+    It has no ``style`` attribute, so it may stand in a page whose policy forbids them.
+    """
     points = pareto(frontier.points)
     shown = [*points, *frontier.stock]
     least, most = (pick(p.peak_bytes for p in shown) for pick in (min, max))
@@ -68,7 +73,6 @@ def _chart(frontier: Frontier) -> str:
     )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'style="width:100%;max-width:{_WIDTH}px;height:auto;display:block" '
         f'font-size="13" font-family="inherit" fill="currentColor"><title>{escape(name)}</title>'
         f'<polyline points="{" ".join(steps)}" fill="none" stroke="{BLUE}" stroke-width="2"/>'
         f"{dots}{letters}{axis}</svg>"

@@ -179,10 +179,19 @@ def _category(bar: Bar) -> str:
 
 
 def _timeline(rows: ReportRows) -> Iterator[str]:
-    """Live bytes as a filled step curve, with phases as lines and the peak as a dot."""
+    if rows.timeline:
+        yield _heading("live bytes over the step")
+        yield f'<div style="max-width:{_CHART_WIDTH}px">{timeline_svg(rows)}</div>'
+
+
+def timeline_svg(rows: ReportRows) -> str:
+    """Returns live bytes as a filled step curve, with phases as lines and the peak as a dot.
+
+    It has no ``style`` attribute, so it may stand in a page whose policy forbids them.
+    """
     values = resampled(rows.timeline, _CHART_POINTS)
     if not values:
-        return
+        return ""
     columns, top = len(values), max(values) or 1
     width, height, head = _CHART_WIDTH, _CHART_HEIGHT, 22
 
@@ -206,10 +215,8 @@ def _timeline(rows: ReportRows) -> Iterator[str]:
     column = column_of(peak, count, columns) + 0.5
     anchor = "start" if column < columns / 2 else "end"
     label = f"peak {format_bytes(rows.peak_bytes)}"
-    yield _heading("live bytes over the step")
-    yield (
+    return (
         f'<svg viewBox="0 0 {width} {height + 24}" role="img" '
-        f'style="width:100%;max-width:{width}px;height:auto;display:block" '
         f'font-size="13" font-family="inherit" fill="currentColor">'
         f"<title>{escape(f'live bytes over {count} operations, {label}')}</title>"
         f'<polygon points="0,{height} {points} {width},{height}" fill="{BLUE}" '
