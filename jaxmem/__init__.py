@@ -73,6 +73,7 @@ _NARROW = (
     "MicrobatchError",
     "MissingPluginError",
     "ProcessError",
+    "ReportError",
     "ShardingError",
     "TrackError",
     "UnknownTargetError",

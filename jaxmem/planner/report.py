@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Literal
+
+from jaxmem.errors import ReportError
+from jaxmem.planner.fusions import FusionReport
+
+Source = Literal["compiled", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,8 @@ class Buffer:
         name: argument path, or ``primitive`` with its checkpoint name.
         nbytes: bytes on each device.
         category: ``"argument"``, ``"output"``, ``"residual"`` (made in the forward pass, used in
-            the backward pass), ``"temporary"`` or ``"constant"``.
+            the backward pass), ``"temporary"``, ``"constant"`` or, of the compiler's heap,
+            ``"fragmentation"``: bytes that even its fullest moment leaves between buffers.
         start: first schedule index at which it is live.
         end: last schedule index at which it is live.
         path: tree path of the argument or output, ``""`` for others.
@@ -24,6 +31,11 @@ class Buffer:
         checkpoint_name: name given by ``checkpoint_name``, or ``""``.
         primitive: the operation that makes it, ``""`` for arguments.
         shape: array shape; ``dtype`` its dtype name.
+        memory: ``"device"``, or ``"host"`` for what is in pinned host memory: it is listed, and
+            counts neither at the peak nor in the timeline.
+        instruction: the compiler's name of what makes it, ``""`` in predicted reports.
+        offset: where it starts in the compiler's heap, ``-1`` for what is not in it.
+        repeats: how many times per step it is made: the turns of the loops it is made in.
     """
 
     name: str
@@ -38,6 +50,10 @@ class Buffer:
     primitive: str
     shape: tuple[int, ...]
     dtype: str
+    memory: str = "device"
+    instruction: str = ""
+    offset: int = -1
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,15 +64,22 @@ class MemoryReport:
         function: name of the analysed function.
         target: name of the hardware.
         device_bytes: what one device has.
-        peak_bytes: predicted peak of the whole step (arguments + outputs + temporaries).
+        peak_bytes: peak of the whole step (arguments + outputs + temporaries).
         compiled_bytes: the compiler's figure for the same program on the target.
         argument_bytes: all arguments; ``output_bytes`` all outputs; ``aliased_bytes`` shared by
             donation; ``compiled_temp_bytes`` the compiler's temporaries.
         peak_index: schedule index of the peak.
-        timeline: predicted live bytes at every schedule index.
+        timeline: live bytes at every schedule index.
         phases: ``(name, first schedule index)`` marks: forward, backward, update.
         buffers: everything that occupies memory, with its lifetime.
-        equations: number of traced operations.
+        equations: number of traced operations; 0 where only the compiled program is known.
+        source: whose buffers and lifetimes these are. ``"compiled"``: the compiler's, read from
+            its buffer assignment; the peak is its figure. ``"predicted"``: those of jaxmem's
+            simulator, by which it plans.
+        operations: what runs at each schedule index; empty in predicted reports.
+        predicted: of a compiled report the predicted one of the same program, if there is one.
+        fusion: what the compiler fused; ``None`` in predicted reports.
+        notes: anything to know about the figures.
     """
 
     function: str
@@ -73,10 +96,41 @@ class MemoryReport:
     phases: tuple[tuple[str, int], ...]
     buffers: tuple[Buffer, ...]
     equations: int
+    source: Source = "predicted"
+    operations: tuple[str, ...] = ()
+    predicted: MemoryReport | None = None
+    fusion: FusionReport | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The simulator's peak, whichever report this is; 0 where nothing was simulated."""
+        if self.source == "predicted":
+            return self.peak_bytes
+        return self.predicted.peak_bytes if self.predicted else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of everything that is in pinned host memory."""
+        return sum(b.nbytes for b in self.buffers if b.memory == "host")
+
+    def fusions(self) -> FusionReport:
+        """What the compiler fused, and the largest values that a fusion would remove.
+
+        Raises:
+            ReportError: the report is predicted: it knows nothing of the compiler's kernels.
+        """
+        if self.fusion is None:
+            raise ReportError(
+                f"the report of {self.function} on {self.target} is {self.source}, and only "
+                "compiled ones know what was fused: jaxmem.analyze(step, *args).fusions()."
+            )
+        return self.fusion
 
     def at_peak(self) -> tuple[Buffer, ...]:
         """The buffers that are live at the peak, largest first."""
-        live = [b for b in self.buffers if b.start <= self.peak_index <= b.end]
+        at = self.peak_index
+        live = [b for b in self.buffers if b.memory == "device" and b.start <= at <= b.end]
         return tuple(sorted(live, key=lambda b: (-b.nbytes, b.name)))
 
     def top(self, count: int = 10) -> tuple[Buffer, ...]:
