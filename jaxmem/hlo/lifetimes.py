@@ -1,0 +1,260 @@
+"""When each value of a compiled program is live, in the order in which the program runs.
+
+XLA tells where each value is, not from when to when; so this reads it off the schedule, as XLA's own
+HloLiveRange does for a whole module: the bodies of loops and branches are written out once, in front
+of the instruction that runs them, and a value lives from the instruction that makes it to the last
+one that reads it at any of the places where it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxmem.hlo.assignment import Allocation, Place, Slice
+from jaxmem.hlo.module import Computation, Instruction, Module
+
+# What hands a value on without reading it; where it goes is among the value's places.
+_HANDING_ON = frozenset(["tuple", "get-tuple-element", "bitcast", "opt-barrier"])
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The order in which a program runs, its loops' bodies once.
+
+    Attributes:
+        order: the instructions; an index in it is a time.
+        at: time of each instruction, by its id.
+        spans: first and last time of each computation, by its id.
+        turns: how often each computation runs per step, by its id, as far as the compiler knows.
+        readers: the instructions that read each instruction's result, by its id.
+    """
+
+    order: list[Instruction]
+    at: dict[int, int]
+    spans: dict[int, tuple[int, int]]
+    turns: dict[int, int]
+    readers: dict[int, list[Instruction]]
+
+    @property
+    def end(self) -> int:
+        """The last time."""
+        return max(0, len(self.order) - 1)
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """Bytes of an allocation that hold the same thing from one time to another.
+
+    Attributes:
+        slices: the values that are there, one after the other: what a loop carries is the value it
+            starts with and the one that each turn makes.
+        start: first time; ``end`` last time.
+        offset: first byte in its allocation; ``nbytes`` how many.
+    """
+
+    slices: list[Slice]
+    start: int
+    end: int
+    offset: int
+    nbytes: int
+
+
+def scheduled(module: Module) -> Schedule:
+    """The order in which a module runs."""
+    order: list[Instruction] = []
+    at: dict[int, int] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    turns = {module.entry.id: 1}
+    # An explicit stack: loops may be nested deeper than Python's own would take.
+    stack = [(module.entry, iter(module.entry.sequence), 0)]
+    entered = {module.entry.id}
+    while stack:
+        computation, rest, first = stack[-1]
+        for ident in rest:
+            instruction = module.instructions[ident]
+            inner = [c for c in _run_by(module, instruction) if c.id not in entered]
+            if inner:
+                again = turns[computation.id] * instruction.turns
+                for called in reversed(inner):
+                    entered.add(called.id)
+                    turns[called.id] = again
+                # It runs itself when what it calls has run.
+                stack[-1] = (computation, _chained(ident, rest), first)
+                stack += [(c, iter(c.sequence), -1) for c in reversed(inner)]
+                break
+            at[ident] = len(order)
+            order.append(instruction)
+        else:
+            stack.pop()
+            spans[computation.id] = (first, len(order) - 1)
+        if stack and stack[-1][2] < 0:
+            stack[-1] = (*stack[-1][:2], len(order))
+    readers: dict[int, list[Instruction]] = {}
+    for instruction in order:
+        for operand in dict.fromkeys(instruction.operands):
+            readers.setdefault(operand, []).append(instruction)
+    return Schedule(order, at, spans, turns, readers)
+
+
+def _chained(first: int, rest: Iterator[int]) -> Iterator[int]:
+    yield first
+    yield from rest
+
+
+def _run_by(module: Module, instruction: Instruction) -> list[Computation]:
+    """What an instruction runs that has a schedule of its own; fusions have none."""
+    if instruction.opcode == "fusion":
+        return []
+    called = (module.computations[c] for c in instruction.called if c in module.computations)
+    return [c for c in called if c.sequence]
+
+
+def lives(module: Module, schedule: Schedule, allocation: Allocation) -> list[Life]:
+    """What is in an allocation, from when to when: no two things at the same time in the same bytes.
+
+    Cost:
+        n log n for n slices.
+    """
+    found = [_life(module, schedule, group) for group in _same(allocation.slices)]
+    found.sort(key=lambda life: (life.start, life.end, life.offset))
+    return _apart(found)
+
+
+def _same(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Slices whose values are at the same place at some time, as those that a loop carries are."""
+    groups: list[list[Slice]] = []
+    owner: dict[Place, int] = {}
+    parent: list[int] = []
+
+    def find(n: int) -> int:
+        while parent[n] != n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return n
+
+    for n, piece in enumerate(slices):
+        groups.append([piece])
+        parent.append(n)
+        for place in (piece.value.made, *piece.value.places):
+            other = find(owner.setdefault(place, n))
+            mine = find(n)
+            if other != mine:
+                parent[mine] = other
+                groups[other] += groups[mine]
+                groups[mine] = []
+    return [group for group in groups if group]
+
+
+def _life(module: Module, schedule: Schedule, group: list[Slice]) -> Life:
+    spans = [_span(module, schedule, piece) for piece in group]
+    offset = min(piece.offset for piece in group)
+    end = max(piece.offset + piece.nbytes for piece in group)
+    return Life(group, min(s for s, _ in spans), max(e for _, e in spans), offset, end - offset)
+
+
+def _span(module: Module, schedule: Schedule, piece: Slice) -> tuple[int, int]:
+    value = piece.value
+    made = module.instructions[value.made.instruction]
+    start = end = schedule.at.get(made.id, 0)
+    for place in (value.made, *value.places):
+        here = module.instructions[place.instruction]
+        end = max(end, schedule.at.get(here.id, 0))
+        computation = module.computations[here.computation]
+        if computation.root == here.id and computation.id in schedule.spans:
+            end = max(end, schedule.spans[computation.id][1])
+        for reader in schedule.readers.get(here.id, ()):
+            if reader.opcode not in _HANDING_ON:
+                end = max(end, _read_at(module, schedule, reader))
+    return start, end
+
+
+def _read_at(module: Module, schedule: Schedule, reader: Instruction) -> int:
+    """A loop takes what it starts with into its first turn; it does not read it at its end."""
+    if reader.opcode == "while":
+        firsts = [schedule.spans[c][0] for c in reader.called if c in schedule.spans]
+        if firsts:
+            return max(firsts)
+    return schedule.at[reader.id]
+
+
+def _apart(found: list[Life]) -> list[Life]:
+    """Lives that overlap in bytes and in time are one; where one begins as another ends, it follows.
+
+    The first is what the compiler does in place (a row of an array is replaced); the second is a
+    result that takes the memory of an operand.
+    """
+    kept: list[Life] = []
+    # Which life had these bytes last: starts of stretches in order, their ends and lives.
+    starts: list[int] = []
+    ends: list[int] = []
+    owners: list[Life] = []
+    for life in found:
+        while True:
+            first, last = _overlapped(starts, ends, life)
+            over = [o for o in dict.fromkeys(owners[first:last]) if o.end >= life.start]
+            merged = next((o for o in over if o.end > life.start or o.start >= life.start), None)
+            if merged is None:
+                break
+            _absorb(merged, life)
+            life = merged
+            kept.remove(merged) if kept[-1] is not merged else kept.pop()
+            _forget(starts, ends, owners, merged)
+        for other in over:
+            other.end = life.start - 1
+        _replace(starts, ends, owners, (first, last), life)
+        kept.append(life)
+    return kept
+
+
+def _overlapped(starts: list[int], ends: list[int], life: Life) -> tuple[int, int]:
+    """The stretches that a life's bytes touch: from the first, up to the last."""
+    first = bisect_right(ends, life.offset)
+    return first, max(first, bisect_left(starts, life.offset + life.nbytes))
+
+
+def _absorb(into: Life, other: Life) -> None:
+    end = max(into.offset + into.nbytes, other.offset + other.nbytes)
+    into.offset = min(into.offset, other.offset)
+    into.nbytes = end - into.offset
+    into.start, into.end = min(into.start, other.start), max(into.end, other.end)
+    into.slices += other.slices
+
+
+def _forget(starts: list[int], ends: list[int], owners: list[Life], life: Life) -> None:
+    for n in reversed(range(*_overlapped(starts, ends, life))):
+        if owners[n] is life:
+            del starts[n], ends[n], owners[n]
+
+
+def _replace(
+    starts: list[int], ends: list[int], owners: list[Life], cut: tuple[int, int], life: Life
+) -> None:
+    """Put a life's bytes in place of what they overlap; what sticks out at the sides stays."""
+    if not life.nbytes:
+        return
+    first, last = cut
+    low, high = life.offset, life.offset + life.nbytes
+    pieces = [(low, high, life)]
+    if first < last and starts[first] < low:
+        pieces.insert(0, (starts[first], low, owners[first]))
+    if first < last and ends[last - 1] > high:
+        pieces.append((high, ends[last - 1], owners[last - 1]))
+    starts[first:last] = [p[0] for p in pieces]
+    ends[first:last] = [p[1] for p in pieces]
+    owners[first:last] = [p[2] for p in pieces]
+
+
+def live_bytes(found: Iterable[Life], times: int) -> list[int]:
+    """Bytes of these lives at each time."""
+    change = [0] * (times + 1)
+    for life in found:
+        if life.end >= life.start:
+            change[life.start] += life.nbytes
+            change[life.end + 1] -= life.nbytes
+    total, live = 0, []
+    for step in change[:-1]:
+        total += step
+        live.append(total)
+    return live
