@@ -10,31 +10,15 @@ from jaxmem.hlo.wire import bytes_of, fields, number, numbers
 HOST_SPACE = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A part of an instruction's result: ``index`` walks into tuples."""
-
-    instruction: int
-    index: tuple[int, ...]
-
-
-@dataclass(eq=False, slots=True)
-class Value:
-    """A value that has memory.
-
-    Attributes:
-        made: where it comes from; ``places`` is where else it is: the same bytes, not a copy.
-    """
-
-    made: Place
-    places: list[Place]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Slice:
-    """A part of an allocation and the value that has it for a while."""
+    """A part of an allocation and the value that has it for a while.
 
-    value: Value
+    Attributes:
+        made: the instruction that makes the value, by its id, and the part of its result.
+    """
+
+    made: tuple[int, tuple[int, ...]]
     offset: int
     nbytes: int
 
@@ -47,8 +31,7 @@ class Allocation:
         nbytes: its size; of the heap of temporaries all that it ever needs.
         parameter: number of the argument that it is, or -1.
         is_output: whether it holds a result, or a part of one.
-        is_constant: whether it comes with the program; ``is_private`` whether it is on the stack of a
-            thread.
+        is_constant: whether it comes with the program; ``is_private`` with a thread.
         is_tuple: whether it is a table of addresses of results.
         space: memory space of the compiler; :data:`HOST_SPACE` is host memory.
         slices: what is in it and where, overlapping where not at the same time.
@@ -70,29 +53,18 @@ def parse_assignment(data: bytes) -> list[Allocation]:
     Raises:
         WireError: they are something else.
     """
-    values: dict[int, Value] = {}
-    raw, aliases = [], []
+    values: dict[int, tuple[int, tuple[int, ...]]] = {}
+    raw = []
     for n, content in fields(data):
         if n == 1:
             ident, made = _value(bytes_of(content))
-            values[ident] = Value(made, [])
-        elif n == 2:
-            aliases.append(bytes_of(content))
+            values[ident] = made
         elif n == 3:
             raw.append(bytes_of(content))
-    for alias in aliases:
-        source, place = 0, Place(0, ())
-        for n, content in fields(alias):
-            if n == 1:
-                source = number(content)
-            elif n == 2:
-                place = _place(bytes_of(content))
-        if source in values and place != values[source].made:
-            values[source].places.append(place)
     return [_allocation(part, values) for part in raw]
 
 
-def _allocation(data: bytes, values: dict[int, Value]) -> Allocation:
+def _allocation(data: bytes, values: dict[int, tuple[int, tuple[int, ...]]]) -> Allocation:
     found: dict[int, int] = {}
     slices = []
     for n, content in fields(data):
@@ -113,8 +85,8 @@ def _allocation(data: bytes, values: dict[int, Value]) -> Allocation:
     )
 
 
-def _value(data: bytes) -> tuple[int, Place]:
-    ident, made = 0, Place(0, ())
+def _value(data: bytes) -> tuple[int, tuple[int, tuple[int, ...]]]:
+    ident, made = 0, (0, ())
     for n, content in fields(data):
         if n == 1:
             ident = number(content)
@@ -123,11 +95,11 @@ def _value(data: bytes) -> tuple[int, Place]:
     return ident, made
 
 
-def _place(data: bytes) -> Place:
+def _place(data: bytes) -> tuple[int, tuple[int, ...]]:
     instruction, index = 0, []
     for n, content in fields(data):
         if n == 4:
             instruction = number(content)
         elif n == 3:
             index += numbers(content)
-    return Place(instruction, tuple(index))
+    return instruction, tuple(index)

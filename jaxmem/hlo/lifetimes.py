@@ -1,46 +1,21 @@
 """When each value of a compiled program is live, in the order in which the program runs.
 
-XLA tells where each value is, not from when to when; so this reads it off the schedule, as XLA's own
-HloLiveRange does for a whole module: the bodies of loops and branches are written out once, in front
-of the instruction that runs them, and a value lives from the instruction that makes it to the last
-one that reads it at any of the places where it is.
+XLA tells where in memory each value is, not from when to when, so this reads it off the schedule: a
+value lives from the instruction that makes it to the last one that reads it at any of its places.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxmem.hlo.assignment import Allocation, Place, Slice
-from jaxmem.hlo.module import Computation, Instruction, Module
+from jaxmem.hlo.assignment import Allocation, Slice
+from jaxmem.hlo.module import Instruction
+from jaxmem.hlo.schedule import Place, Schedule, places
 
 # What hands a value on without reading it; where it goes is among the value's places.
 _HANDING_ON = frozenset(["tuple", "get-tuple-element", "bitcast", "opt-barrier"])
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """The order in which a program runs, its loops' bodies once.
-
-    Attributes:
-        order: the instructions; an index in it is a time.
-        at: time of each instruction, by its id.
-        spans: first and last time of each computation, by its id.
-        turns: how often each computation runs per step, by its id, as far as the compiler knows.
-        readers: the instructions that read each instruction's result, by its id.
-    """
-
-    order: list[Instruction]
-    at: dict[int, int]
-    spans: dict[int, tuple[int, int]]
-    turns: dict[int, int]
-    readers: dict[int, list[Instruction]]
-
-    @property
-    def end(self) -> int:
-        """The last time."""
-        return max(0, len(self.order) - 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,70 +36,20 @@ class Life:
     nbytes: int
 
 
-def scheduled(module: Module) -> Schedule:
-    """The order in which a module runs."""
-    order: list[Instruction] = []
-    at: dict[int, int] = {}
-    spans: dict[int, tuple[int, int]] = {}
-    turns = {module.entry.id: 1}
-    # An explicit stack: loops may be nested deeper than Python's own would take.
-    stack = [(module.entry, iter(module.entry.sequence), 0)]
-    entered = {module.entry.id}
-    while stack:
-        computation, rest, first = stack[-1]
-        for ident in rest:
-            instruction = module.instructions[ident]
-            inner = [c for c in _run_by(module, instruction) if c.id not in entered]
-            if inner:
-                again = turns[computation.id] * instruction.turns
-                for called in reversed(inner):
-                    entered.add(called.id)
-                    turns[called.id] = again
-                # It runs itself when what it calls has run.
-                stack[-1] = (computation, _chained(ident, rest), first)
-                stack += [(c, iter(c.sequence), -1) for c in reversed(inner)]
-                break
-            at[ident] = len(order)
-            order.append(instruction)
-        else:
-            stack.pop()
-            spans[computation.id] = (first, len(order) - 1)
-        if stack and stack[-1][2] < 0:
-            stack[-1] = (*stack[-1][:2], len(order))
-    readers: dict[int, list[Instruction]] = {}
-    for instruction in order:
-        for operand in dict.fromkeys(instruction.operands):
-            readers.setdefault(operand, []).append(instruction)
-    return Schedule(order, at, spans, turns, readers)
-
-
-def _chained(first: int, rest: Iterator[int]) -> Iterator[int]:
-    yield first
-    yield from rest
-
-
-def _run_by(module: Module, instruction: Instruction) -> list[Computation]:
-    """What an instruction runs that has a schedule of its own; fusions have none."""
-    if instruction.opcode == "fusion":
-        return []
-    called = (module.computations[c] for c in instruction.called if c in module.computations)
-    return [c for c in called if c.sequence]
-
-
-def lives(module: Module, schedule: Schedule, allocation: Allocation) -> list[Life]:
-    """What is in an allocation, from when to when: no two things at the same time in the same bytes.
+def lives(schedule: Schedule, allocation: Allocation) -> list[Life]:
+    """What is in an allocation, and when: no two things at the same time in the same bytes.
 
     Cost:
         n log n for n slices.
     """
-    found = [_life(module, schedule, group) for group in _same(allocation.slices)]
+    found = [_life(schedule, group) for group in _same(schedule, allocation.slices)]
     found.sort(key=lambda life: (life.start, life.end, life.offset))
     return _apart(found)
 
 
-def _same(slices: Iterable[Slice]) -> list[list[Slice]]:
+def _same(schedule: Schedule, slices: Iterable[Slice]) -> list[list[tuple[Slice, list[Place]]]]:
     """Slices whose values are at the same place at some time, as those that a loop carries are."""
-    groups: list[list[Slice]] = []
+    groups: list[list[tuple[Slice, list[Place]]]] = []
     owner: dict[Place, int] = {}
     parent: list[int] = []
 
@@ -135,9 +60,10 @@ def _same(slices: Iterable[Slice]) -> list[list[Slice]]:
         return n
 
     for n, piece in enumerate(slices):
-        groups.append([piece])
+        at = places(schedule, piece.made)
+        groups.append([(piece, at)])
         parent.append(n)
-        for place in (piece.value.made, *piece.value.places):
+        for place in at:
             other = find(owner.setdefault(place, n))
             mine = find(n)
             if other != mine:
@@ -147,30 +73,28 @@ def _same(slices: Iterable[Slice]) -> list[list[Slice]]:
     return [group for group in groups if group]
 
 
-def _life(module: Module, schedule: Schedule, group: list[Slice]) -> Life:
-    spans = [_span(module, schedule, piece) for piece in group]
-    offset = min(piece.offset for piece in group)
-    end = max(piece.offset + piece.nbytes for piece in group)
-    return Life(group, min(s for s, _ in spans), max(e for _, e in spans), offset, end - offset)
+def _life(schedule: Schedule, group: list[tuple[Slice, list[Place]]]) -> Life:
+    pieces = [piece for piece, _ in group]
+    spans = [_span(schedule, piece, at) for piece, at in group]
+    offset = min(piece.offset for piece in pieces)
+    end = max(piece.offset + piece.nbytes for piece in pieces)
+    return Life(pieces, min(s for s, _ in spans), max(e for _, e in spans), offset, end - offset)
 
 
-def _span(module: Module, schedule: Schedule, piece: Slice) -> tuple[int, int]:
-    value = piece.value
-    made = module.instructions[value.made.instruction]
-    start = end = schedule.at.get(made.id, 0)
-    for place in (value.made, *value.places):
-        here = module.instructions[place.instruction]
-        end = max(end, schedule.at.get(here.id, 0))
-        computation = module.computations[here.computation]
-        if computation.root == here.id and computation.id in schedule.spans:
-            end = max(end, schedule.spans[computation.id][1])
-        for reader in schedule.readers.get(here.id, ()):
+def _span(schedule: Schedule, piece: Slice, at: Iterable[Place]) -> tuple[int, int]:
+    start = end = schedule.at.get(piece.made[0], 0)
+    for ident, _ in at:
+        end = max(end, schedule.at.get(ident, 0))
+        computation = schedule.module.instructions[ident].computation
+        if schedule.module.computations[computation].root == ident:
+            end = max(end, schedule.spans.get(computation, (0, 0))[1])
+        for reader in schedule.readers.get(ident, ()):
             if reader.opcode not in _HANDING_ON:
-                end = max(end, _read_at(module, schedule, reader))
+                end = max(end, _read_at(schedule, reader))
     return start, end
 
 
-def _read_at(module: Module, schedule: Schedule, reader: Instruction) -> int:
+def _read_at(schedule: Schedule, reader: Instruction) -> int:
     """A loop takes what it starts with into its first turn; it does not read it at its end."""
     if reader.opcode == "while":
         firsts = [schedule.spans[c][0] for c in reader.called if c in schedule.spans]
@@ -180,7 +104,7 @@ def _read_at(module: Module, schedule: Schedule, reader: Instruction) -> int:
 
 
 def _apart(found: list[Life]) -> list[Life]:
-    """Lives that overlap in bytes and in time are one; where one begins as another ends, it follows.
+    """Lives that overlap in bytes and in time are one; what begins as another ends follows it.
 
     The first is what the compiler does in place (a row of an array is replaced); the second is a
     result that takes the memory of an operand.
