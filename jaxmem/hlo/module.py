@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_BITS = re.compile(r"\d+")
+
+
 class Frame(NamedTuple):
     """One line of a traceback: ``file``, ``function`` and ``line``."""
 
@@ -37,6 +42,14 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
     parts: tuple[Shape, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers, without padding."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
+        bits = 8 if self.dtype == "bool" else int((_BITS.findall(self.dtype) or [0])[0])
+        return -(-math.prod(self.dims) * bits // 8)
 
     def at(self, index: tuple[int, ...]) -> Shape:
         """The shape of a part of a tuple."""

@@ -200,7 +200,7 @@ def _returned(
 ) -> Iterator[Place]:
     """Where a value is that a computation returns; a loop's next turn is given it, too."""
     if caller.opcode == "while":
-        if computation == _body(schedule, caller):
+        if computation == body_of(schedule, caller):
             yield caller.id, index
             yield from _into(schedule, caller.called, 0, index)
     elif caller.opcode == "async-start":
@@ -209,7 +209,7 @@ def _returned(
         yield caller.id, index
 
 
-def _body(schedule: Schedule, loop: Instruction) -> int:
+def body_of(schedule: Schedule, loop: Instruction) -> int:
     """The body of a loop; its condition returns one truth value, a body never does alone."""
     module = schedule.module
     return next((c for c in loop.called if module.root(c).raw_shape == loop.raw_shape), 0)

@@ -25,16 +25,18 @@ class Buffer:
             ``"fragmentation"``: bytes that even its fullest moment leaves between buffers.
         start: first schedule index at which it is live.
         end: last schedule index at which it is live.
-        path: tree path of the argument or output, ``""`` for others.
+        path: tree path of the argument or output, or of the argument that it is a copy of, ``""``
+            for others.
         source: ``file.py:line (function)`` of the user's own line, ``""`` if there is none.
         module: module path from the name stack.
         checkpoint_name: name given by ``checkpoint_name``, or ``""``.
         primitive: the operation that makes it, ``""`` for arguments.
         shape: array shape; ``dtype`` its dtype name.
-        memory: ``"device"``, or ``"host"`` for what is in pinned host memory: it is listed, and
-            counts neither at the peak nor in the timeline.
+        memory: ``"device"``; ``"host"`` for what is in pinned host memory, ``"program"`` for
+            constants that come with the program: these are listed, and count neither at the peak
+            nor in the timeline.
         instruction: the compiler's name of what makes it, ``""`` in predicted reports.
-        offset: where it starts in the compiler's heap, ``-1`` for what is not in it.
+        offset: where it starts in the compiler's heap, ``None`` for what is not in it.
         repeats: how many times per step it is made: the turns of the loops it is made in.
     """
 
@@ -52,7 +54,7 @@ class Buffer:
     dtype: str
     memory: str = "device"
     instruction: str = ""
-    offset: int = -1
+    offset: int | None = None
     repeats: int = 1
 
 
