@@ -43,7 +43,7 @@ class Shape:
     dims: tuple[int, ...]
     parts: tuple[Shape, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of its numbers, without padding."""
         if self.parts:
@@ -56,7 +56,7 @@ class Shape:
         return self if not index else self.parts[index[0]].at(index[1:])
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Instruction:
     """One instruction; ids are unique in the module.
 
@@ -81,22 +81,22 @@ class Instruction:
     raw_metadata: bytes
     raw_config: bytes
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         """Its type."""
         return _shape(self.raw_shape)
 
-    @property
+    @functools.cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, such as ``jit(step)/jvp(h3)/dot_general``, or ``""``."""
         return next((text(v) for n, v in fields(self.raw_metadata) if n == 2), "")
 
-    @property
+    @functools.cached_property
     def frame_id(self) -> int:
         """Its innermost line in the module's stack frames; 0 for none."""
         return next((number(v) for n, v in fields(self.raw_metadata) if n == 15), 0)
 
-    @property
+    @functools.cached_property
     def turns(self) -> int:
         """How often the body of a ``while`` runs; 1 where the compiler does not know."""
         return _turns(self.raw_config)

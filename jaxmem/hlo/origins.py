@@ -148,11 +148,14 @@ class Origins:
                 yield caller.operands[n], index
         elif opcode in MOVING and one.operands:
             yield one.operands[0], ()
-        elif opcode == "fusion" and self._only_moves(one):
+        elif opcode == "fusion" and self.only_moves(one):
             yield from ((operand, ()) for operand in one.operands)
 
-    def _only_moves(self, fusion: Instruction) -> bool:
-        inside = self._module.computations[fusion.called[0]].instructions
+    def only_moves(self, one: Instruction) -> bool:
+        """Whether an instruction, or all that is fused in it, makes no numbers but moves some."""
+        if one.opcode != "fusion":
+            return one.opcode in _MAKING_NOTHING
+        inside = self._module.computations[one.called[0]].instructions
         return all(self._module.instructions[i].opcode in _MAKING_NOTHING for i in inside)
 
 

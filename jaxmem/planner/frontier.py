@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import BudgetInfeasibleError, MissingExtraError
+from jaxmem.planner.tables import Rows, names_of, write_table
 from jaxmem.units import GIB, format_budget, format_bytes, parse_budget, parse_bytes
 
 SCHEMA_VERSION = 1
@@ -120,6 +122,18 @@ class Frontier:
         """The frontier as JSON text; the same frontier gives the same text, byte for byte."""
         data = {**asdict(self), "schema_version": SCHEMA_VERSION}
         return json.dumps(data, indent=1, sort_keys=True)
+
+    def to_csv(self, path: str | Path, table: str = "points") -> None:
+        """Write ``"points"``, the frontier itself, or ``"stock"``, the policies, as CSV.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        tables: dict[str, tuple[list[str], Rows]] = {
+            "points": (names_of(Point), lambda: map(vars, self.points)),
+            "stock": (names_of(Point), lambda: map(vars, self.stock)),
+        }
+        write_table(path, tables, table)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw it on matplotlib axes, new ones by default, and return them.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxmem.planner.tables import names_of, write_table
 
 
 @dataclass(frozen=True)
@@ -11,8 +15,9 @@ class Fusion:
 
     Attributes:
         name: the compiler's name of the kernel.
-        kind: the compiler's kind: ``"loop"`` (element by element), ``"input"`` (a reduction with what
-            leads to it), ``"output"``, or ``"custom"`` (a matrix product with what surrounds it).
+        kind: the compiler's kind: ``"loop"`` (element by element), ``"input"`` (a reduction with
+            what leads to it), ``"output"``, or ``"custom"`` (such as a matrix product with what
+            surrounds it).
         operations: how many traced or made operations are in it.
         primitives: what they are, each once, in their order.
         read_bytes: what one run reads of memory, each operand whole.
@@ -21,7 +26,7 @@ class Fusion:
         times: runs per step; more than one in loops whose number of turns is known.
         source: ``file.py:line (function)`` of the user's own line of its result.
         module: module path of its result.
-        phase: ``"forward"``, ``"backward"`` or ``"update"``.
+        phase: ``"backward"`` for what JAX made by transposing, else ``"forward"``.
     """
 
     name: str
@@ -48,8 +53,8 @@ class Unfused:
         nbytes: its bytes.
         times: how often it is made per step.
         reads: how many kernels read it.
-        category: ``"residual"`` where it waits for the backward pass (to fuse it means to compute it
-            again there), else as in :class:`~jaxmem.planner.report.Buffer`.
+        category: ``"residual"`` where it waits for the backward pass (to fuse it means to compute
+            it again there), else as in :class:`~jaxmem.planner.report.Buffer`.
         primitive: the operation that makes it.
         source: ``file.py:line (function)`` of the user's own line that makes it.
         module: module path of what makes it.
@@ -93,3 +98,35 @@ class FusionReport:
     kernels: int
     fusions: tuple[Fusion, ...]
     unfused: tuple[Unfused, ...]
+
+    def to_csv(self, path: str | Path, table: str = "unfused") -> None:
+        """Write a table as CSV: ``"unfused"``, or ``"fusions"``.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        unfused = [*names_of(Unfused), "traffic_bytes"]
+        tables = {
+            "unfused": (
+                unfused,
+                lambda: ({**vars(u), "traffic_bytes": u.traffic_bytes} for u in self.unfused),
+            ),
+            "fusions": (names_of(Fusion), lambda: map(vars, self.fusions)),
+        }
+        write_table(path, tables, table)
+
+    def to_json(self) -> str:
+        """It as JSON text; the report that it comes from has it as well."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def __str__(self) -> str:
+        from jaxmem.show.pages import fusion_page
+        from jaxmem.show.terminal import page_text
+
+        return page_text(fusion_page(self))
+
+    def _repr_html_(self) -> str:
+        from jaxmem.show.html import page_html
+        from jaxmem.show.pages import fusion_page
+
+        return page_html(fusion_page(self))

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from jaxmem.errors import ReportError
+from jaxmem.planner.decode import Kept, damaged, decode, parse
 from jaxmem.planner.fusions import FusionReport
+from jaxmem.planner.tables import Rows, names_of, write_table
+from jaxmem.planner.tracing import trace_of
 
+SCHEMA_VERSION = 1
 Source = Literal["compiled", "predicted"]
+_REPORT = Kept("report", ReportError, "Make it again: jaxmem.analyze(step, *args).")
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class MemoryReport:
     predicted: MemoryReport | None = None
     fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
 
     @property
     def predicted_bytes(self) -> int:
@@ -166,9 +173,104 @@ class MemoryReport:
                 sums[name] = sums.get(name, 0) + buffer.nbytes
         return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
+    @property
+    def attributed_bytes(self) -> int:
+        """Bytes at the peak of what has a source line or the path of an argument or result."""
+        return sum(b.nbytes for b in self.at_peak() if b.source or b.path)
+
     def to_json(self) -> str:
-        """The report as JSON text."""
+        """The report as JSON text, all of it; :meth:`from_json` reads it."""
         return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> MemoryReport:
+        """A report from :meth:`to_json` text.
+
+        Raises:
+            ReportError: not a report, of another schema version, or damaged; the message names the
+                field.
+        """
+        data = parse(text, _REPORT)
+        version = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+        if isinstance(version, bool) or version != SCHEMA_VERSION:
+            raise ReportError(
+                f"report has schema version {version!r}, this jaxmem reads {SCHEMA_VERSION}. "
+                f"{_REPORT.again}"
+            )
+        report = decode(cls, data, kept=_REPORT)
+        if not 0 <= report.peak_index < max(1, len(report.timeline)):
+            wanted = f"below {len(report.timeline)}, the length of the timeline"
+            raise damaged("peak_index", report.peak_index, wanted, _REPORT)
+        return report
+
+    def to_csv(self, path: str | Path, table: str = "buffers") -> None:
+        """Write a table of the report as CSV.
+
+        Args:
+            path: the file; it is replaced.
+            table: ``"buffers"`` (all of them, with all that is known), ``"timeline"``,
+                ``"by_category"``, ``"by_source"``, ``"by_module"``, ``"by_checkpoint_name"``,
+                ``"by_argument"``, ``"phases"``; ``"unfused"`` and ``"fusions"`` are those of
+                :meth:`fusions`.
+
+        Raises:
+            ReportError: there is no table of that name.
+            OSError: the file cannot be written.
+        """
+        if table in ("unfused", "fusions"):
+            self.fusions().to_csv(path, table)
+            return
+        write_table(path, self._tables(), table)
+
+    def _tables(self) -> dict[str, tuple[list[str], Rows]]:
+        def summed(sums: Callable[[], dict[str, int]]) -> tuple[list[str], Rows]:
+            return ["name", "nbytes"], lambda: (
+                {"name": name, "nbytes": n} for name, n in sums().items()
+            )
+
+        peak = set(map(id, self.at_peak()))
+        operations = self.operations or ("",) * len(self.timeline)
+        return {
+            "buffers": (
+                [*names_of(Buffer), "at_peak"],
+                lambda: ({**vars(b), "at_peak": id(b) in peak} for b in self.buffers),
+            ),
+            "timeline": (
+                ["index", "operation", "nbytes"],
+                lambda: (
+                    {"index": n, "operation": operation, "nbytes": nbytes}
+                    for n, (operation, nbytes) in enumerate(
+                        zip(operations, self.timeline, strict=True)
+                    )
+                ),
+            ),
+            "phases": (
+                ["name", "start"],
+                lambda: ({"name": name, "start": start} for name, start in self.phases),
+            ),
+            "by_category": summed(self.by_category),
+            "by_source": summed(self.by_source),
+            "by_module": summed(self.by_module),
+            "by_checkpoint_name": summed(self.by_checkpoint_name),
+            "by_argument": summed(self.by_argument),
+        }
+
+    def to_trace(self, path: str | Path, *, least_bytes: int | None = None) -> None:
+        """Write it as a trace for https://ui.perfetto.dev or ``chrome://tracing``.
+
+        The timeline is a counter by category, and each large buffer is a slice with its shape,
+        source line and module. A microsecond is an operation: a schedule has an order and no times.
+
+        Args:
+            path: the file; it is replaced.
+            least_bytes: the smallest buffer with a slice of its own; by default a thousandth of the
+                peak. Of 20,000 and more the largest are taken.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        least = max(1, self.peak_bytes // 1000) if least_bytes is None else least_bytes
+        Path(path).write_text(json.dumps(trace_of(self, least)), encoding="utf-8")
 
     def __str__(self) -> str:
         from jaxmem.show.terminal import report_text

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 import jax
 
-from jaxmem.hlo.assignment import HOST_SPACE, Allocation, parse_assignment
+from jaxmem.hlo.assignment import HOST_SPACE, Allocation, Slice, parse_assignment
 from jaxmem.hlo.lifetimes import Life, live_bytes, lives
 from jaxmem.hlo.module import read_module
 from jaxmem.hlo.origins import Made, Origins
@@ -135,7 +135,11 @@ class Described:
     @property
     def is_backward(self) -> bool:
         """Whether JAX made it by transposing."""
-        return "transpose(" in self.op_name
+        return _is_backward(self.op_name)
+
+
+def _is_backward(op_name: str) -> bool:
+    return "transpose(" in op_name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,9 +181,19 @@ class _Reading:
 
     @functools.cached_property
     def turn(self) -> tuple[int, int] | None:
-        """First and last time at which something of the backward pass runs."""
-        runs = [t for t, i in enumerate(self.schedule.order) if "transpose(" in i.op_name]
+        """First and last time at which the backward pass computes; making room is no computing."""
+        runs = [
+            t
+            for t, one in enumerate(self.schedule.order)
+            if _is_backward(one.op_name) and not self.origins.only_moves(one)
+        ]
         return (runs[0], runs[-1]) if runs else None
+
+    def waits(self, life: Life) -> bool:
+        """Whether what a life holds is read in the backward pass."""
+        at = (ident for piece in life.slices for ident, _ in places(self.schedule, piece.made))
+        readers = (r for ident in set(at) for r in self.schedule.readers.get(ident, ()))
+        return any(_is_backward(r.op_name) for r in readers)
 
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Where forward, backward and update start."""
@@ -256,12 +270,12 @@ class _Reading:
         one = self.schedule.module.instructions[ident]
         shape = one.shape.at(index)
         path = self.argument(made.parameter) if made.parameter >= 0 else ""
-        crosses = self.turn is not None and life.start < self.turn[0] <= life.end
+        crosses = not told.is_backward and self.turn is not None and self.waits(life)
         name = self.known.checkpoint_name(told.source, told.primitive)
         return Buffer(
             name=self._called(one.opcode, one.name, index, made, told, path, name),
             nbytes=life.nbytes,
-            category="residual" if crosses and not told.is_backward else "temporary",
+            category="residual" if crosses else "temporary",
             start=life.start,
             end=life.end,
             path=path,
@@ -277,16 +291,16 @@ class _Reading:
             repeats=self.schedule.turns.get(one.computation, 1),
         )
 
-    def _best(self, life: Life) -> tuple[Life | object, Made]:
+    def _best(self, life: Life) -> tuple[Slice, Made]:
         """Of the values that are there one after the other, the one that says most, and latest.
 
         A loop starts with zeros in what its turns fill: the turns say what it is.
         """
         found = [(self.origins.of(piece.made), piece) for piece in life.slices]
 
-        def says(item: tuple[Made, object]) -> tuple:
+        def says(item: tuple[Made, Slice]) -> tuple[bool, bool, bool, int]:
             made, piece = item
-            at = self.schedule.at.get(piece.made[0], 0)  # pyright: ignore[reportAttributeAccessIssue]
+            at = self.schedule.at.get(piece.made[0], 0)
             return made.line is not None, not made.copied, made.is_known, at
 
         made, piece = max(found, key=says)
@@ -312,7 +326,7 @@ class _Reading:
         return f"copy of {what}" if made.copied and opcode.startswith("copy") else what
 
 
-def _by_size(a: Allocation) -> list:
+def _by_size(a: Allocation) -> list[Slice]:
     return sorted(a.slices, key=lambda piece: -piece.nbytes)
 
 

@@ -153,7 +153,9 @@ class _Fusing:
                 primitive=told.primitive,
                 source=told.source,
                 module=told.module,
-                readers=tuple(dict.fromkeys(s.source or r.name for s, r in zip(sources, readers))),
+                readers=tuple(
+                    dict.fromkeys(s.source or r.name for s, r in zip(sources, readers, strict=True))
+                ),
                 shape=shape.dims,
                 dtype=shape.dtype,
                 at_peak=bool(buffer and buffer.start <= peak_index <= buffer.end),

@@ -19,7 +19,9 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 
 # Columns of figures: never cut, and set to the right.
 NUMERIC = frozenset(
-    "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(",")
+    "#,bytes,size,times,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(
+        ","
+    )
 )
 NAME_LIMIT = 80
 NOTE_LIMIT = 400
@@ -204,9 +206,13 @@ def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:
         tone=tone,
         makeup=f"{_makeup(report)}, temporaries {format_bytes(report.compiled_temp_bytes)}",
         device=Bar("device", report.device_bytes),
-        bars=(
-            Bar("compiled", report.compiled_bytes),
-            Bar("predicted", report.peak_bytes),
+        bars=tuple(
+            Bar(name, nbytes)
+            for name, nbytes in (
+                ("compiled", report.compiled_bytes),
+                ("predicted", report.predicted_bytes),
+            )
+            if nbytes
         ),
         categories=tuple(
             Bar(clean(name, 24), nbytes, nbytes / whole if whole > 0 else None)
@@ -371,10 +377,13 @@ def _report_verdict(report: MemoryReport) -> tuple[str, str]:
     before = [name for name, start in report.phases if start <= report.peak_index]
     phase = f" ({clean(before[-1], 24)})" if before else ""
     words = f"peak {format_bytes(report.peak_bytes)} {where}{phase}"
-    words += f"; compiled {format_bytes(report.compiled_bytes)}"
+    if report.source == "predicted":
+        words = f"predicted {words}; compiled {format_bytes(report.compiled_bytes)}"
     over = report.compiled_bytes - report.device_bytes
-    if over > 0:
+    if over > 0 and report.device_bytes:
         return f"{words}, {format_bytes(over)} more than the device has", "bad"
+    if not report.device_bytes:
+        return words, "good"
     used = percent_text(report.compiled_bytes, report.device_bytes)
     return f"{words}, {used} of the device", "good"
 
