@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -211,31 +212,35 @@ def _computation(
     return Computation(ident, name, [i.id for i in made], root, sequences.get(ident, []))
 
 
+_KEPT = frozenset([1, 2, 3, 7, 9, 11, 13, 28, 35, 43])
+
+
 def _instruction(data: bytes, computation: int) -> Instruction:
     found: dict[int, Any] = {}
     operands: list[int] = []
     called: list[int] = []
     for n, value in fields(data):
-        if n == 36:
+        if n in _KEPT:
+            found[n] = value
+        elif n == 36:
             operands += numbers(value)
         elif n == 38:
             called += numbers(value)
-        else:
-            found[n] = value
+    get = found.get
     return Instruction(
-        id=found[35],
-        name=text(found[1]),
-        opcode=text(found[2]),
-        operands=operands,
-        called=called,
-        tuple_index=found.get(13, 0),
-        parameter=found.get(9, 0),
-        fusion_kind=text(found.get(11, b"")),
-        target=text(found.get(28, b"")),
-        computation=computation,
-        raw_shape=found.get(3, b""),
-        raw_metadata=found.get(7, b""),
-        raw_config=found.get(43, b""),
+        found[35],
+        found[1].decode("utf-8", "replace"),
+        sys.intern(found[2].decode()),
+        operands,
+        called,
+        get(13, 0),
+        get(9, 0),
+        get(11, b"").decode(),
+        get(28, b"").decode("utf-8", "replace"),
+        computation,
+        get(3, b""),
+        get(7, b""),
+        get(43, b""),
     )
 
 

@@ -143,7 +143,8 @@ class _Fusing:
                 continue
             told, buffer = self.describe((one.id, index)), self.buffers.get(one.name)
             shape = one.shape.at(index)
-            sources = (self.describe((r.id, (0,) if r.shape.parts else ())) for r in readers)
+            at = [self.describe((r.id, (0,) if r.shape.parts else ())) for r in readers]
+            named = (told.source or r.name for told, r in zip(at, readers, strict=True))
             yield Unfused(
                 name=one.name,
                 nbytes=shape.nbytes,
