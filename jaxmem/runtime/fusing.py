@@ -144,7 +144,7 @@ class _Fusing:
             told, buffer = self.describe((one.id, index)), self.buffers.get(one.name)
             shape = one.shape.at(index)
             at = [self.describe((r.id, (0,) if r.shape.parts else ())) for r in readers]
-            named = (told.source or r.name for told, r in zip(at, readers, strict=True))
+            named = [a.source or r.name for a, r in zip(at, readers, strict=True)]
             yield Unfused(
                 name=one.name,
                 nbytes=shape.nbytes,
@@ -154,9 +154,7 @@ class _Fusing:
                 primitive=told.primitive,
                 source=told.source,
                 module=told.module,
-                readers=tuple(
-                    dict.fromkeys(s.source or r.name for s, r in zip(sources, readers, strict=True))
-                ),
+                readers=tuple(dict.fromkeys(named)),
                 shape=shape.dims,
                 dtype=shape.dtype,
                 at_peak=bool(buffer and buffer.start <= peak_index <= buffer.end),

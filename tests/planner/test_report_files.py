@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -124,7 +125,7 @@ def check_trace(events: list[dict]) -> None:
             spans.append((event["ts"], event["ts"] + event["dur"]))
     for spans in lanes.values():
         spans.sort()
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "they overlap"
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "they overlap"
 
 
 @pytest.mark.parametrize("name", ["step", *samples.HOSTILE])
