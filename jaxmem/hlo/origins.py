@@ -143,9 +143,13 @@ class Origins:
             yield from ((self._module.computations[c].root, index) for c in one.called)
         elif opcode == "parameter":
             caller = self._schedule.callers.get(one.computation)
-            if caller is not None and caller.opcode != "conditional":
-                n = 0 if caller.opcode == "while" else one.parameter
-                yield caller.operands[n], index
+            if caller is not None and caller.opcode == "while":
+                # What the turn before made; in the first turn, and where none makes it, what the
+                # loop starts with.
+                yield self._module.computations[body_of(self._schedule, caller)].root, index
+                yield caller.operands[0], index
+            elif caller is not None and caller.opcode != "conditional":
+                yield caller.operands[one.parameter], index
         elif opcode in MOVING and one.operands:
             yield one.operands[0], ()
         elif opcode == "fusion" and self.only_moves(one):

@@ -60,7 +60,8 @@ class Unfused:
         module: module path of what makes it.
         readers: the same lines for what reads it, each once.
         shape: its shape; ``dtype`` its dtype name.
-        at_peak: whether it is live at the peak.
+        at_peak: whether it is live at the peak, in memory of its own: what waits in the memory of a
+            result takes none.
     """
 
     name: str

@@ -169,7 +169,7 @@ class _Reading:
 
     def _described(self, made: Made) -> Described:
         line = made.line
-        source = f"{PurePath(line.file).name}:{line.line} ({_plain(line.function)})" if line else ""
+        source = f"{PurePath(line.file).name}:{line.line} ({line.function})" if line else ""
         return Described(source, *_names(made.op_name), made.op_name)
 
     def argument(self, number: int) -> str:
@@ -328,8 +328,3 @@ class _Reading:
 
 def _by_size(a: Allocation) -> list[Slice]:
     return sorted(a.slices, key=lambda piece: -piece.nbytes)
-
-
-def _plain(function: str) -> str:
-    """A function as tracebacks name it: without the functions that it is defined in."""
-    return function.rpartition(".<locals>.")[2]

@@ -95,6 +95,7 @@ class ReportRows:
     arguments: Grid
     modules: Grid
     sources: Grid
+    notes: tuple[str, ...] = ()
 
 
 def clean(text: object, limit: int = NAME_LIMIT) -> str:
@@ -204,13 +205,9 @@ def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:
         tone=tone,
         makeup=f"{_makeup(report)}, temporaries {format_bytes(report.compiled_temp_bytes)}",
         device=Bar("device", report.device_bytes),
-        bars=tuple(
-            Bar(name, nbytes)
-            for name, nbytes in (
-                ("compiled", report.compiled_bytes),
-                ("predicted", report.predicted_bytes),
-            )
-            if nbytes
+        bars=(
+            Bar("compiled", report.compiled_bytes),
+            *([Bar("predicted", report.predicted_bytes)] if report.predicted_bytes else []),
         ),
         categories=tuple(
             Bar(clean(name, 24), nbytes, nbytes / whole if whole > 0 else None)
@@ -224,6 +221,7 @@ def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:
         arguments=_sum_grid("arguments at the peak", "argument", report.by_argument(), whole, top),
         modules=_sum_grid("by module, at the peak", "module", report.by_module(), whole, top),
         sources=_sum_grid("by source line, at the peak", "line", report.by_source(), whole, top),
+        notes=tuple(clean(note, NOTE_LIMIT) for note in report.notes),
     )
 
 

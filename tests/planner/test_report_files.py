@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,11 @@ def named(name: str) -> MemoryReport:
     made = report(function=name)
     buffers = tuple(replace(b, name=name, source=name, module=name) for b in made.buffers)
     return replace(made, buffers=buffers)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_json_both_ways():
@@ -84,7 +90,7 @@ def test_every_table_can_be_written(tmp_path):
         made.to_csv(path, table)
         assert path.read_text().startswith(columns)
     made.to_csv(path, "timeline")
-    rows = list(csv.DictReader(path.open(newline="")))
+    rows = rows_of(path)
     assert [int(row["nbytes"]) for row in rows] == list(made.timeline)
     with pytest.raises(ReportError, match="no table is called 'x': there are buffers, timeline"):
         made.to_csv(path, "x")
@@ -96,13 +102,13 @@ def test_plans_and_frontiers_too(tmp_path):
     path = tmp_path / "t.csv"
     plan = samples.plan()
     plan.to_csv(path)
-    rows = list(csv.DictReader(path.open(newline="")))
+    rows = rows_of(path)
     assert [row["key"] for row in rows] == [d.key for d in plan.decisions]
     plan.to_csv(path, "rounds")
     assert path.read_text().count("\n") == len(plan.rounds) + 1
     frontier = samples.frontier()
     frontier.to_csv(path)
-    rows = list(csv.DictReader(path.open(newline="")))
+    rows = rows_of(path)
     assert [int(row["peak_bytes"]) for row in rows] == [p.peak_bytes for p in frontier.points]
     frontier.to_csv(path, "stock")
     assert path.read_text().count("\n") == len(frontier.stock) + 1

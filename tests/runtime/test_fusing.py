@@ -18,16 +18,15 @@ def held(x):
     return jnp.cos(y)
 
 
-@pytest.mark.parametrize("target", ["cpu", "h100"])
-def test_what_a_fusion_would_remove_is_found(target: str):
-    report = jaxmem.analyze(held, jnp.ones((512, 64)), target=target)
+def test_what_a_fusion_would_remove_is_found():
+    report = jaxmem.analyze(held, jnp.ones((512, 64)), target="h100")
     (found,) = report.fusions().unfused
     line = held.__code__.co_firstlineno + 2
     assert found.source == f"test_fusing.py:{line} (held)"
     assert found.readers == (f"test_fusing.py:{line + 1} (held)",)
     assert (found.nbytes, found.reads, found.times) == (4 * 512 * 64, 1, 1)
     assert found.traffic_bytes == 2 * found.nbytes
-    assert found.at_peak
+    assert not found.at_peak, "it waits in the memory of the result"
 
 
 def test_what_is_one_kernel_is_not_in_the_list():

@@ -167,7 +167,7 @@ def test_host_bytes_are_named_only_when_there_are_some():
 
 def test_report_says_where_the_peak_is():
     assert report_rows(report()).verdict == (
-        "peak 32.0GiB at operation 8 of 12 (backward); compiled 33.0GiB, 26% of the device"
+        "predicted peak 32.0GiB at operation 8 of 12 (backward); compiled 33.0GiB, 26% of the device"
     )
     small = report_rows(report(device_bytes=30 * GIB, phases=()))
     assert small.verdict == (
