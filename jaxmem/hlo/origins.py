@@ -142,18 +142,22 @@ class Origins:
         elif opcode == "conditional":
             yield from ((self._module.computations[c].root, index) for c in one.called)
         elif opcode == "parameter":
-            caller = self._schedule.callers.get(one.computation)
-            if caller is not None and caller.opcode == "while":
-                # What the turn before made; in the first turn, and where none makes it, what the
-                # loop starts with.
-                yield self._module.computations[body_of(self._schedule, caller)].root, index
-                yield caller.operands[0], index
-            elif caller is not None and caller.opcode != "conditional":
-                yield caller.operands[one.parameter], index
+            yield from self._given(one, index)
         elif opcode in MOVING and one.operands:
             yield one.operands[0], ()
         elif opcode == "fusion" and self.only_moves(one):
             yield from ((operand, ()) for operand in one.operands)
+
+    def _given(self, parameter: Instruction, index: tuple[int, ...]) -> Iterator[Place]:
+        """What a parameter of a loop's body, or of what is called, stands for."""
+        caller = self._schedule.callers.get(parameter.computation)
+        if caller is not None and caller.opcode == "while":
+            # What the turn before made; in the first turn, and where none makes it, what the loop
+            # starts with.
+            yield self._module.computations[body_of(self._schedule, caller)].root, index
+            yield caller.operands[0], index
+        elif caller is not None and caller.opcode != "conditional":
+            yield caller.operands[parameter.parameter], index
 
     def only_moves(self, one: Instruction) -> bool:
         """Whether an instruction, or all that is fused in it, makes no numbers but moves some."""

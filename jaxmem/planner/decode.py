@@ -58,9 +58,9 @@ def decode(kind: Any, data: Any, where: str = "", kept: Kept = PLAN) -> Any:
         PlanMismatchError: it is something else; the message names the place. Of other things than
             plans the error of ``kept``.
     """
-    if dataclasses.is_dataclass(kind):
+    origin, inner = _form(kind)
+    if origin is dataclasses:
         return _record(kind, data, where, kept)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         (some,) = [k for k in inner if k is not types.NoneType]
         return None if data is None else decode(some, data, where, kept)
@@ -93,6 +93,14 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @functools.cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What kind of type it is, ``dataclasses`` for one of these, and what it is of."""
+    if dataclasses.is_dataclass(kind):
+        return dataclasses, ()
+    return typing.get_origin(kind), typing.get_args(kind)
+
+
+@functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
@@ -116,6 +124,8 @@ def _record(kind: Any, data: Any, where: str, kept: Kept) -> Any:
 def _tuple(inner: tuple[Any, ...], data: Any, where: str, kept: Kept) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise damaged(where, data, "a list", kept)
+    if inner[-1] is Ellipsis and inner[0] in _PLAIN and all(map(_PLAIN[inner[0]][0], data)):
+        return tuple(data)
     kinds = [inner[0]] * len(data) if inner[-1] is Ellipsis else list(inner)
     if len(kinds) != len(data):
         raise damaged(where, data, f"a list of {len(kinds)}", kept)

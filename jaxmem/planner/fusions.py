@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmem.planner.tables import names_of, write_table
@@ -118,7 +118,7 @@ class FusionReport:
 
     def to_json(self) -> str:
         """It as JSON text; the report that it comes from has it as well."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self, default=vars, sort_keys=True)
 
     def __str__(self) -> str:
         from jaxmem.show.pages import fusion_page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -180,7 +180,7 @@ class MemoryReport:
 
     def to_json(self) -> str:
         """The report as JSON text, all of it; :meth:`from_json` reads it."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self, default=vars, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> MemoryReport:
