@@ -12,7 +12,7 @@ import jax
 
 from jaxmem.hlo.assignment import HOST_SPACE, Allocation, Slice, parse_assignment
 from jaxmem.hlo.lifetimes import Life, live_bytes, lives
-from jaxmem.hlo.module import read_module
+from jaxmem.hlo.module import Frame, read_module
 from jaxmem.hlo.origins import Made, Origins
 from jaxmem.hlo.schedule import Place, Schedule, places, scheduled
 from jaxmem.hlo.serialized import buffer_assignment
@@ -155,6 +155,12 @@ def _names(op_name: str) -> tuple[str, str]:
     return module_path(stack), primitive
 
 
+@functools.lru_cache(maxsize=65536)
+def _described(line: Frame | None, op_name: str) -> Described:
+    source = f"{PurePath(line.file).name}:{line.line} ({line.function})" if line else ""
+    return Described(source, *_names(op_name), op_name)
+
+
 @dataclass(frozen=True, eq=False)
 class _Reading:
     """A program whose buffers are read."""
@@ -165,12 +171,8 @@ class _Reading:
 
     def described(self, place: Place) -> Described:
         """The names of where a value comes from."""
-        return self._described(self.origins.of(place))
-
-    def _described(self, made: Made) -> Described:
-        line = made.line
-        source = f"{PurePath(line.file).name}:{line.line} ({line.function})" if line else ""
-        return Described(source, *_names(made.op_name), made.op_name)
+        made = self.origins.of(place)
+        return _described(made.line, made.op_name)
 
     def argument(self, number: int) -> str:
         """The path of an argument."""
@@ -265,7 +267,7 @@ class _Reading:
 
     def _temporary(self, life: Life, memory: str) -> Buffer:
         piece, made = self._best(life)
-        told = self._described(made)
+        told = _described(made.line, made.op_name)
         ident, index = piece.made
         one = self.schedule.module.instructions[ident]
         shape = one.shape.at(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxmem.hlo.module import Instruction
@@ -20,6 +20,7 @@ _ELEMENTWISE = frozenset(
     "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign "
     "sine sqrt stochastic-convert subtract tan tanh xor".split()
 )
+_REDUCING = _ELEMENTWISE | {"reduce"}
 _NO_KERNEL = frozenset(
     "parameter tuple get-tuple-element constant bitcast while call conditional after-all "
     "opt-barrier partition-id replica-id".split()
@@ -82,6 +83,7 @@ class _Fusing:
     schedule: Schedule
     describe: Describe
     buffers: dict[str, Buffer]
+    _work: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def runs_alone(self, one: Instruction) -> bool:
         """Whether it is a kernel: what a reduction or a sort applies is a part of one."""
@@ -128,9 +130,10 @@ class _Fusing:
 
     def is_light(self, one: Instruction, reducing: bool) -> bool:
         """Whether a kernel is element-wise work, or, if that will do, a reduction of it."""
-        allowed = _FREE | _ELEMENTWISE | ({"reduce"} if reducing else frozenset())
-        found = [i.opcode for i in self.inside(one)]
-        return all(o in allowed for o in found) and any(o not in _FREE for o in found)
+        if one.id not in self._work:
+            self._work[one.id] = frozenset(i.opcode for i in self.inside(one)) - _FREE
+        work = self._work[one.id]
+        return bool(work) and work <= (_REDUCING if reducing else _ELEMENTWISE)
 
     def unfused(self, one: Instruction, peak_index: int) -> Iterator[Unfused]:
         """What a kernel writes only for others that could be one with it."""

@@ -180,7 +180,8 @@ def test_report_says_where_the_peak_is():
     )
     small = report_rows(report(device_bytes=30 * GIB, phases=()))
     assert small.verdict == (
-        "predicted peak 32.0GiB at operation 8 of 12; compiled 33.0GiB, 3.0GiB more than the device has"
+        "predicted peak 32.0GiB at operation 8 of 12; "
+        "compiled 33.0GiB, 3.0GiB more than the device has"
     )
     assert small.tone == "bad"
 
