@@ -12,6 +12,7 @@ https://github.com/google/snappy/blob/main/format_description.txt
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -49,10 +50,8 @@ def buffer_assignment(executable: jax.stages.Compiled) -> bytes:
 
 
 def _unreadable() -> str:
-    import jaxlib
-
     return (
-        f"jaxlib {jaxlib.__version__} does not tell the compiler's buffers in a form that jaxmem "
+        f"jaxlib {metadata.version('jaxlib')} does not tell the compiler's buffers in a form that jaxmem "
         "reads (it can be read for jaxlib 0.10.2 to 0.12)"
     )
 

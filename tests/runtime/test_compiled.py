@@ -18,6 +18,7 @@ from jaxmem.planner.report import MemoryReport
 from jaxmem.runtime.compiled import compiled_report
 from jaxmem.runtime.known import known_of
 from jaxmem.targets.compiling import compile_for
+from jaxmem.targets.topology import devices
 from tests.problems import PROBLEMS, pure
 
 ON = [("cpu", "conv_linen"), ("cpu", "branches"), ("cpu", "mixed_leaves"), ("h100", "lstm")]
@@ -160,6 +161,20 @@ def test_host_memory_is_apart():
     assert report.host_bytes == made.memory.host_temp_bytes >= 6 * 256 * 64 * 4
     check(report)
     assert all(b.memory == "device" for b in report.at_peak())
+
+
+def test_on_a_mesh_bytes_are_those_of_each_device():
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(devices(jaxmem.Target("8xh100")), ("d",))
+    split = NamedSharding(mesh, PartitionSpec("d"))
+    w = jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=split)
+    step = jax.jit(lambda w, x: jnp.sin(w @ x) @ x, out_shardings=split)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    report = compiled_report(step.lower(w, x).compile())
+    assert report.by_argument() == {"x": 4 * 256**2, "w": 4 * 512 * 256 // 8}
+    assert report.peak_bytes == report.compiled_bytes
+    assert sum(b.nbytes for b in report.at_peak()) == report.peak_bytes
 
 
 class Silent:
