@@ -104,52 +104,39 @@ def _read_at(schedule: Schedule, reader: Instruction) -> int:
 
 
 def _apart(found: list[Life]) -> list[Life]:
-    """Lives that overlap in bytes and in time are one; what begins as another ends follows it.
+    """Lives of which no two have the same bytes at the same time.
 
-    The first is what the compiler does in place (a row of an array is replaced); the second is a
-    result that takes the memory of an operand.
+    What begins where another still is takes its place: the compiler changes it there (a row of an
+    array is replaced), or the result takes the memory of an operand. Of two that begin together one
+    is named after both.
     """
-    kept: list[Life] = []
+    kept: dict[int, Life] = {}
     # Which life had these bytes last: starts of stretches in order, their ends and lives.
     starts: list[int] = []
     ends: list[int] = []
     owners: list[Life] = []
     for life in found:
-        while True:
-            first, last = _overlapped(starts, ends, life)
-            over = [o for o in dict.fromkeys(owners[first:last]) if o.end >= life.start]
-            merged = next((o for o in over if o.end > life.start or o.start >= life.start), None)
-            if merged is None:
-                break
-            _absorb(merged, life)
-            life = merged
-            kept.remove(merged) if kept[-1] is not merged else kept.pop()
-            _forget(starts, ends, owners, merged)
+        first, last = _overlapped(starts, ends, life)
+        over = [o for o in dict.fromkeys(owners[first:last]) if o.end >= life.start]
+        larger = next((o for o in over if o.start == life.start and o.nbytes >= life.nbytes), None)
+        if larger is not None:
+            larger.slices += life.slices
+            larger.end = max(larger.end, life.end)
+            continue
         for other in over:
             other.end = life.start - 1
+            if other.end < other.start:
+                life.slices += other.slices
+                del kept[id(other)]
         _replace(starts, ends, owners, (first, last), life)
-        kept.append(life)
-    return kept
+        kept[id(life)] = life
+    return list(kept.values())
 
 
 def _overlapped(starts: list[int], ends: list[int], life: Life) -> tuple[int, int]:
     """The stretches that a life's bytes touch: from the first, up to the last."""
     first = bisect_right(ends, life.offset)
     return first, max(first, bisect_left(starts, life.offset + life.nbytes))
-
-
-def _absorb(into: Life, other: Life) -> None:
-    end = max(into.offset + into.nbytes, other.offset + other.nbytes)
-    into.offset = min(into.offset, other.offset)
-    into.nbytes = end - into.offset
-    into.start, into.end = min(into.start, other.start), max(into.end, other.end)
-    into.slices += other.slices
-
-
-def _forget(starts: list[int], ends: list[int], owners: list[Life], life: Life) -> None:
-    for n in reversed(range(*_overlapped(starts, ends, life))):
-        if owners[n] is life:
-            del starts[n], ends[n], owners[n]
 
 
 def _replace(

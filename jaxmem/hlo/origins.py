@@ -18,7 +18,9 @@ MOVING = frozenset(
     "copy copy-start copy-done bitcast reshape transpose broadcast slice dynamic-slice pad "
     "opt-barrier concatenate reverse async-start async-update async-done bitcast-convert".split()
 )
-_MAKING_NOTHING = MOVING | {"parameter", "constant", "iota", "tuple", "get-tuple-element"}
+# XLA:CPU computes some types in wider ones, with conversions that have no place in the user's code.
+_SAME = MOVING | {"convert"}
+_MAKING_NOTHING = _SAME | {"parameter", "constant", "iota", "tuple", "get-tuple-element"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Origins:
                 continue
             found = self._own(one, index)
             yield Made(found.op_name, found.line, found.parameter, copied or found.copied)
-            copied = copied or one.opcode in MOVING or one.opcode == "fusion"
+            copied = copied or one.opcode in _SAME or one.opcode == "fusion"
             # The last one is looked at first.
             left += reversed(list(self._before(one, index)))
 
@@ -111,7 +113,7 @@ class Origins:
         if root.opcode == "tuple" and index:
             root = module.instructions[root.operands[index[0]]]
         at, put = root, False
-        while at.operands and (at.opcode in MOVING or at.opcode == "dynamic-update-slice"):
+        while at.operands and (at.opcode in _SAME or at.opcode == "dynamic-update-slice"):
             put = put or at.opcode == "dynamic-update-slice"
             if self.line(at) and not put:
                 break
@@ -143,7 +145,7 @@ class Origins:
             yield from ((self._module.computations[c].root, index) for c in one.called)
         elif opcode == "parameter":
             yield from self._given(one, index)
-        elif opcode in MOVING and one.operands:
+        elif opcode in _SAME and one.operands:
             yield one.operands[0], ()
         elif opcode == "fusion" and self.only_moves(one):
             yield from ((operand, ()) for operand in one.operands)

@@ -51,8 +51,8 @@ def buffer_assignment(executable: jax.stages.Compiled) -> bytes:
 
 def _unreadable() -> str:
     return (
-        f"jaxlib {metadata.version('jaxlib')} does not tell the compiler's buffers in a form that jaxmem "
-        "reads (it can be read for jaxlib 0.10.2 to 0.12)"
+        f"jaxlib {metadata.version('jaxlib')} does not tell the compiler's buffers in a form that "
+        "jaxmem reads (those of 0.10.2 to 0.12 do)"
     )
 
 
