@@ -106,9 +106,9 @@ def _read_at(schedule: Schedule, reader: Instruction) -> int:
 def _apart(found: list[Life]) -> list[Life]:
     """Lives of which no two have the same bytes at the same time.
 
-    What begins where another still is takes its place: the compiler changes it there (a row of an
-    array is replaced), or the result takes the memory of an operand. Of two that begin together one
-    is named after both.
+    What begins inside the bytes of another that lives on is a part of it: the compiler changes it
+    there, as where a row of an array is replaced. What else begins where another is takes its place,
+    as a result takes the memory of an operand.
     """
     kept: dict[int, Life] = {}
     # Which life had these bytes last: starts of stretches in order, their ends and lives.
@@ -118,10 +118,10 @@ def _apart(found: list[Life]) -> list[Life]:
     for life in found:
         first, last = _overlapped(starts, ends, life)
         over = [o for o in dict.fromkeys(owners[first:last]) if o.end >= life.start]
-        larger = next((o for o in over if o.start == life.start and o.nbytes >= life.nbytes), None)
-        if larger is not None:
-            larger.slices += life.slices
-            larger.end = max(larger.end, life.end)
+        whole = next((o for o in over if _is_inside(life, o)), None)
+        if whole is not None:
+            whole.slices += life.slices
+            whole.end = max(whole.end, life.end)
             continue
         for other in over:
             other.end = life.start - 1
@@ -131,6 +131,14 @@ def _apart(found: list[Life]) -> list[Life]:
         _replace(starts, ends, owners, (first, last), life)
         kept[id(life)] = life
     return list(kept.values())
+
+
+def _is_inside(life: Life, other: Life) -> bool:
+    """Whether a life begins in bytes of another that is not over then."""
+    if other.end == life.start > other.start:
+        return False
+    ends = life.offset + life.nbytes <= other.offset + other.nbytes
+    return other.offset <= life.offset and ends
 
 
 def _overlapped(starts: list[int], ends: list[int], life: Life) -> tuple[int, int]:

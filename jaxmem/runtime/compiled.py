@@ -25,7 +25,7 @@ from jaxmem.units import format_bytes
 
 _CALLS = re.compile(r"\bp?jit\([^()]*\)")
 _FLOW = re.compile(
-    r"(?:^|/)(?:while/(?:body|cond)|while|cond/branch_\d+_fun|branch_\d+_fun|closed_call|core_call"
+    r"(?:^|/)(?:while/(?:body|cond)|while|cond/branch_\d+_fun|branch_\d+_fun|closed_call|core_call|eval_jaxpr"
     r"|custom_jvp_call|custom_vjp_call|checkpoint|remat\d?)(?=/|$)"
 )
 
