@@ -107,8 +107,8 @@ def _apart(found: list[Life]) -> list[Life]:
     """Lives of which no two have the same bytes at the same time.
 
     What begins inside the bytes of another that lives on is a part of it: the compiler changes it
-    there, as where a row of an array is replaced. What else begins where another is takes its place,
-    as a result takes the memory of an operand.
+    there, as where a row of an array is replaced. What else begins where another is takes its
+    place, as a result takes the memory of an operand.
     """
     kept: dict[int, Life] = {}
     # Which life had these bytes last: starts of stretches in order, their ends and lives.
