@@ -32,12 +32,15 @@ class Made:
         line: the user's own line, ``None`` where there is none.
         parameter: number of the argument that it is or copies, -1 for others.
         copied: whether it is a copy of what the rest says.
+        derived: whether it is computed from what the rest says, and from nothing else of its size;
+            the compiler does not say by which line.
     """
 
     op_name: str
     line: Frame | None
     parameter: int = -1
     copied: bool = False
+    derived: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -78,7 +81,7 @@ class Origins:
 
     def _followed(self, place: Place) -> Iterator[Made]:
         """What is known at a place, then at what it is copied from or is handed on from."""
-        left, seen, copied = [place], set(), False
+        left, seen, copied, derived = [place], set(), False, False
         while left:
             ident, index = at = left.pop()
             if at in seen:
@@ -86,13 +89,17 @@ class Origins:
             seen.add(at)
             one = self._module.instructions[ident]
             if one.opcode == "parameter" and one.computation == self._module.entry.id:
-                yield Made(one.op_name, None, one.parameter, copied)
+                yield Made(one.op_name, None, one.parameter, copied, derived)
                 continue
             found = self._own(one, index)
-            yield Made(found.op_name, found.line, found.parameter, copied or found.copied)
+            yield Made(found.op_name, found.line, found.parameter, copied or found.copied, derived)
             copied = copied or one.opcode in _SAME or one.opcode == "fusion"
+            before = list(self._before(one, index))
+            if not before and one.opcode not in _MAKING_NOTHING:
+                before = self._only_array(one)
+                derived = derived or bool(before)
             # The last one is looked at first.
-            left += reversed(list(self._before(one, index)))
+            left += reversed(before)
 
     def _own(self, one: Instruction, index: tuple[int, ...]) -> Made:
         """What an instruction says of itself, or of what is fused in it."""
@@ -160,6 +167,12 @@ class Origins:
             yield caller.operands[0], index
         elif caller is not None and caller.opcode != "conditional":
             yield caller.operands[parameter.parameter], index
+
+    def _only_array(self, one: Instruction) -> list[Place]:
+        """The operand of an instruction where all others are single numbers."""
+        operands = (self._module.instructions[i] for i in dict.fromkeys(one.operands))
+        arrays = [o for o in operands if o.shape.dims and o.opcode != "constant"]
+        return [(arrays[0].id, ())] if len(arrays) == 1 else []
 
     def only_moves(self, one: Instruction) -> bool:
         """Whether an instruction, or all that is fused in it, makes no numbers but moves some."""

@@ -33,7 +33,9 @@ class Buffer:
         end: last schedule index at which it is live.
         path: tree path of the argument or output, or of the argument that it is a copy of, ``""``
             for others.
-        source: ``file.py:line (function)`` of the user's own line, ``""`` if there is none.
+        source: ``file.py:line (function)`` of the user's own line, ``""`` if there is none. Where
+            the compiler says no line, and only moved a value or computed from it alone, that of
+            this value, and the name says so.
         module: module path from the name stack.
         checkpoint_name: name given by ``checkpoint_name``, or ``""``.
         primitive: the operation that makes it, ``""`` for arguments.

@@ -300,10 +300,10 @@ class _Reading:
         """
         found = [(self.origins.of(piece.made), piece) for piece in life.slices]
 
-        def says(item: tuple[Made, Slice]) -> tuple[bool, bool, bool, int]:
+        def says(item: tuple[Made, Slice]) -> tuple[bool, bool, bool, bool, int]:
             made, piece = item
             at = self.schedule.at.get(piece.made[0], 0)
-            return made.line is not None, not made.copied, made.is_known, at
+            return made.line is not None, not made.derived, not made.copied, made.is_known, at
 
         made, piece = max(found, key=says)
         return piece, made
@@ -318,10 +318,12 @@ class _Reading:
         path: str,
         checkpoint_name: str,
     ) -> str:
-        if path:
-            return f"copy of {path}"
         if not made.is_known:
             return f"compiler's {instruction}"
+        if made.derived:
+            return f"compiler's {instruction}, from {path or told.primitive}"
+        if path:
+            return f"copy of {path}"
         what = checkpoint_name or told.primitive or instruction
         if opcode == "custom-call" and index and index[-1] > 0:
             return f"{what} (workspace)"
