@@ -74,6 +74,7 @@ _NARROW = (
     "MissingPluginError",
     "ProcessError",
     "ReportFileError",
+    "ReportError",
     "ShardingError",
     "TrackError",
     "UnknownTargetError",

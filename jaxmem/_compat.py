@@ -98,6 +98,11 @@ def user_line(eqn: jex.JaxprEqn) -> tuple[str, int, str] | None:
     return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
+def is_user_file(file: str) -> bool:
+    """Whether a file of a traceback is the user's, and none of JAX or of what hides itself."""
+    return source_info_util.is_user_filename(file)
+
+
 def evaluate(
     eqns: Sequence[jex.JaxprEqn],
     invars: Sequence[jex.Var],

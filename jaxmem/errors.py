@@ -59,6 +59,10 @@ class BudgetInfeasibleError(JaxmemError):
         self.holders = holders
 
 
+class ReportError(JaxmemError, ValueError):
+    """A memory report that does not have what was asked, or a file that is none."""
+
+
 class TargetError(JaxmemError):
     """Something about the hardware a plan is made for."""
 

@@ -26,6 +26,7 @@ LEVELS = {
     "processes": 2,
     "targets": 3,
     "program": 3,
+    "hlo": 3,
     "policies": 4,
     "planner": 5,
     "rewrite": 6,

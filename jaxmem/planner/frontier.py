@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import BudgetInfeasibleError, MissingExtraError
+from jaxmem.planner.tables import Rows, names_of, write_table
 from jaxmem.units import GIB, format_budget, format_bytes, parse_budget, parse_bytes
 
 SCHEMA_VERSION = 1
@@ -132,6 +133,18 @@ class Frontier:
         from jaxmem.show.page import document, write_page
 
         return write_page(path, document(frontier=self))
+
+    def to_csv(self, path: str | Path, table: str = "points") -> None:
+        """Write ``"points"``, the frontier itself, or ``"stock"``, the policies, as CSV.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        tables: dict[str, tuple[list[str], Rows]] = {
+            "points": (names_of(Point), lambda: map(vars, self.points)),
+            "stock": (names_of(Point), lambda: map(vars, self.stock)),
+        }
+        write_table(path, tables, table)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw it on matplotlib axes, new ones by default, and return them.

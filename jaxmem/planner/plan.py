@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxmem.errors import Holder, PlanMismatchError
 from jaxmem.planner.decode import AGAIN, damaged, decode, parse
+from jaxmem.planner.tables import Rows, names_of, write_table
 
 if TYPE_CHECKING:
     from jaxmem.planner.difference import PlanDiff
@@ -338,6 +339,19 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan to ``path`` as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_csv(self, path: str | Path, table: str = "decisions") -> None:
+        """Write ``"decisions"``, ``"rounds"`` (the compiles) or ``"holders"`` as CSV.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        tables: dict[str, tuple[list[str], Rows]] = {
+            "decisions": (names_of(Decision), lambda: map(vars, self.decisions)),
+            "rounds": (names_of(Round), lambda: map(vars, self.rounds)),
+            "holders": (names_of(Holder), lambda: map(vars, self.holders)),
+        }
+        write_table(path, tables, table)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from jaxmem.errors import ReportError
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.planner.simulate import Lifetime, Simulation, Simulator
 from jaxmem.program.ir import Atom, Block, Op, Program, Value
 from jaxmem.program.loops import is_backward, nest
 from jaxmem.program.source import checkpoint_names, origin_of
+from jaxmem.runtime.compiled import compiled_report
 from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.known import known_of
 from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 
 
 def report_on(program: Program, target: Target, block: Block, compiled: Compiled) -> MemoryReport:
-    """Where the peak of a schedule is and what fills it.
+    """Where the peak of a compiled program is and what fills it, with what was predicted of it.
 
     Args:
         program: the step as written.
         target: what it was compiled for.
         block: the schedule: ``program.block``, or one with recomputations.
         compiled: the same schedule, compiled.
+    """
+    predicted = predicted_report(program, target, block, compiled)
+    try:
+        report = compiled_report(
+            compiled.executable,
+            function=program.name,
+            target=target.name,
+            device_bytes=target.device_bytes,
+            known=known_of(program),
+        )
+    except ReportError as error:
+        return replace(predicted, notes=(f"the buffers are predicted ones: {error}",))
+    return replace(report, equations=program.equations, predicted=predicted)
+
+
+def predicted_report(
+    program: Program, target: Target, block: Block, compiled: Compiled
+) -> MemoryReport:
+    """Where the peak of a schedule is and what fills it, by the simulator that plans.
+
+    Args:
+        program: the step as written.
+        target: what it was compiled for.
+        block: the schedule: ``program.block``, or one with recomputations.
+        compiled: the same schedule, compiled, for its figures.
     """
     simulator = Simulator(rates_of(target))
     simulation = simulator.step(block)

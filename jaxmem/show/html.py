@@ -34,6 +34,7 @@ _CATEGORIES = {
     "residual": AMBER,
     "temporary": "#d6499a",
     "constant": "#6d8f16",
+    "fragmentation": "#8a6d3b",
 }
 _OTHER = "#7b8494"
 _CHART_WIDTH, _CHART_HEIGHT, _CHART_POINTS = 800, 150, 400
@@ -82,6 +83,7 @@ def report_html(report: MemoryReport) -> str:
             *_folded(rows.arguments),
             *_folded(rows.modules),
             *_folded(rows.sources),
+            *(_paragraph(f"note: {note}") for note in rows.notes),
         ],
     )
 

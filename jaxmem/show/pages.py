@@ -10,6 +10,7 @@ from jaxmem.errors import Holder
 from jaxmem.planner.difference import Moved, PlanDiff
 from jaxmem.planner.explain import Explanation, Reason
 from jaxmem.planner.frontier import Frontier, Point, pareto, thinned
+from jaxmem.planner.fusions import Fusion, FusionReport, Unfused
 from jaxmem.show.rows import NOTE_LIMIT, Grid, clean, percent_text, type_text
 from jaxmem.state.sharded import Sharded, ShardedLeaf
 from jaxmem.units import GIB, format_bytes, format_seconds
@@ -101,6 +102,70 @@ def frontier_page(frontier: Frontier) -> Page:
         f"frontier of {clean(frontier.function)} on {clean(frontier.target)}",
         tuple(sentences),
         grids=(_point_grid(frontier, points), _stock_grid(frontier)),
+    )
+
+
+def fusion_page(report: FusionReport, top: int = 12) -> Page:
+    """Returns what a fusion report shows: what still goes through memory, and what does not."""
+    saved = sum(f.saved_bytes * f.times for f in report.fusions)
+    traffic = sum(u.traffic_bytes for u in report.unfused)
+    sentences = (
+        f"{len(report.fusions)} of {report.kernels} kernels are fusions; they keep "
+        f"{format_bytes(saved)} a step out of memory",
+        f"{len(report.unfused)} results of element-wise work are still written and read, "
+        f"{format_bytes(traffic)} a step"
+        if report.unfused
+        else "no result of element-wise work is written only for work of that kind to read it",
+    )
+    return Page(
+        f"fusions of {clean(report.function)} on {clean(report.target or 'this machine')}",
+        sentences,
+        grids=(_unfused_grid(report.unfused, top), _fusion_grid(report.fusions, top)),
+    )
+
+
+def _unfused_grid(unfused: Sequence[Unfused], top: int) -> Grid:
+    rest = format_bytes(sum(u.traffic_bytes for u in unfused[top:]))
+    return Grid(
+        "what a fusion would remove; bytes: written and read in a step",
+        ("bytes", "size", "times", "category", "made by", "type", "source", "read at", "module"),
+        (4, 6, 7, 5, 8),
+        tuple(
+            (
+                format_bytes(u.traffic_bytes),
+                format_bytes(u.nbytes),
+                str(u.times),
+                clean(u.category, 16),
+                clean(u.primitive or u.name),
+                type_text(u.dtype, u.shape),
+                clean(u.source),
+                clean(", ".join(u.readers)),
+                clean(u.module),
+            )
+            for u in unfused[:top]
+        ),
+        f"… and {len(unfused) - top} more ({rest})" if len(unfused) > top else "",
+    )
+
+
+def _fusion_grid(fusions: Sequence[Fusion], top: int) -> Grid:
+    rest = format_bytes(sum(f.saved_bytes * f.times for f in fusions[top:]))
+    return Grid(
+        "what is fused; bytes: what that keeps out of memory in a step",
+        ("bytes", "times", "kind", "operations", "source", "module"),
+        (3, 4, 5),
+        tuple(
+            (
+                format_bytes(f.saved_bytes * f.times),
+                str(f.times),
+                clean(f.kind, 12),
+                f"{f.operations}: {clean(', '.join(f.primitives))}",
+                clean(f.source),
+                clean(f.module),
+            )
+            for f in fusions[:top]
+        ),
+        f"… and {len(fusions) - top} more ({rest})" if len(fusions) > top else "",
     )
 
 

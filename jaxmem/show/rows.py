@@ -20,7 +20,7 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 # Columns of figures: never cut, and set to the right.
 NUMERIC = frozenset(
     "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(",")
-)
+) | {"size", "times"}
 NAME_LIMIT = 80
 NOTE_LIMIT = 400
 _ZERO_WIDTH_JOINER = "\u200d"  # glues emoji together; the only format character worth keeping
@@ -95,6 +95,7 @@ class ReportRows:
     arguments: Grid
     modules: Grid
     sources: Grid
+    notes: tuple[str, ...] = ()
 
 
 def clean(text: object, limit: int = NAME_LIMIT) -> str:
@@ -206,7 +207,7 @@ def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:
         device=Bar("device", report.device_bytes),
         bars=(
             Bar("compiled", report.compiled_bytes),
-            Bar("predicted", report.peak_bytes),
+            *([Bar("predicted", report.predicted_bytes)] if report.predicted_bytes else []),
         ),
         categories=tuple(
             Bar(clean(name, 24), nbytes, nbytes / whole if whole > 0 else None)
@@ -220,6 +221,7 @@ def report_rows(report: MemoryReport, top: int = 10) -> ReportRows:
         arguments=_sum_grid("arguments at the peak", "argument", report.by_argument(), whole, top),
         modules=_sum_grid("by module, at the peak", "module", report.by_module(), whole, top),
         sources=_sum_grid("by source line, at the peak", "line", report.by_source(), whole, top),
+        notes=tuple(clean(note, NOTE_LIMIT) for note in report.notes),
     )
 
 
@@ -371,10 +373,13 @@ def _report_verdict(report: MemoryReport) -> tuple[str, str]:
     before = [name for name, start in report.phases if start <= report.peak_index]
     phase = f" ({clean(before[-1], 24)})" if before else ""
     words = f"peak {format_bytes(report.peak_bytes)} {where}{phase}"
-    words += f"; compiled {format_bytes(report.compiled_bytes)}"
+    if report.source == "predicted":
+        words = f"predicted {words}; compiled {format_bytes(report.compiled_bytes)}"
     over = report.compiled_bytes - report.device_bytes
-    if over > 0:
+    if over > 0 and report.device_bytes:
         return f"{words}, {format_bytes(over)} more than the device has", "bad"
+    if not report.device_bytes:
+        return words, "good"
     used = percent_text(report.compiled_bytes, report.device_bytes)
     return f"{words}, {used} of the device", "good"
 

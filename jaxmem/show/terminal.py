@@ -120,6 +120,7 @@ def report_view(report: MemoryReport, width: int) -> Group:
         *_bars(rows.categories, width),
         *_grid(rows.buffers, width),
         *_grid(rows.arguments, width),
+        *([Text(), *(_line(f"note: {note}") for note in rows.notes)] if rows.notes else []),
     )
 
 

@@ -14,7 +14,7 @@ import jaxmem
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
 from jaxmem.program.calling import Caller
-from jaxmem.runtime.analysis import report_on
+from jaxmem.runtime.analysis import predicted_report
 from jaxmem.targets import Target
 from tests.fitted_steps import tanh_chain
 from tests.problems import PROBLEMS
@@ -23,17 +23,31 @@ NAMES = ("mlp", "transformer_scan", "lstm_nested", "mixed_leaves", "transformer_
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def report(request) -> MemoryReport:
+def both(request) -> MemoryReport:
     problem = PROBLEMS[request.param]
     step, args = problem.make()
     return jaxmem.analyze(step, *args, donate_argnums=problem.donate)
+
+
+@pytest.fixture(scope="module", params=("compiled", "predicted"))
+def report(request, both: MemoryReport) -> MemoryReport:
+    """The compiler's report, and the simulator's, which comes with it."""
+    assert both.source == "compiled"
+    found = both if request.param == "compiled" else both.predicted
+    assert found is not None
+    assert found.source == request.param
+    return found
 
 
 def test_the_peak_is_where_the_timeline_is_highest(report: MemoryReport):
     assert report.peak_bytes == max(report.timeline) == report.timeline[report.peak_index]
     fixed = report.argument_bytes + report.output_bytes - report.aliased_bytes
     assert min(report.timeline) >= fixed
-    assert len(report.timeline) <= report.equations
+    if report.source == "predicted":
+        assert len(report.timeline) <= report.equations
+    else:
+        assert len(report.timeline) == len(report.operations)
+        assert report.peak_bytes == report.compiled_bytes
 
 
 def test_the_buffers_at_the_peak_explain_it(report: MemoryReport):
@@ -45,7 +59,8 @@ def test_the_buffers_at_the_peak_explain_it(report: MemoryReport):
 
 
 def test_arguments_add_up_and_have_paths(report: MemoryReport):
-    constants = sum(b.nbytes for b in report.buffers if b.category == "constant")
+    counted = [b for b in report.buffers if b.memory == "device"]
+    constants = sum(b.nbytes for b in counted if b.category == "constant")
     assert sum(report.by_argument().values()) + constants == report.argument_bytes
     assert all(b.path for b in report.buffers if b.category == "argument")
 
@@ -68,6 +83,7 @@ def test_a_report_is_plain_data(report: MemoryReport):
     data = json.loads(report.to_json())
     assert data["peak_bytes"] == report.peak_bytes
     assert len(data["buffers"]) == len(report.buffers)
+    assert MemoryReport.from_json(report.to_json()) == report
 
 
 def test_modules_lines_and_checkpoint_names_are_found():
@@ -96,7 +112,12 @@ def test_a_planned_step_reports_the_planned_program():
     planned = fitted.report(*args)
     assert planned.peak_bytes < plain.peak_bytes
     assert planned.compiled_bytes == fitted.plan(*args).compiled_bytes
-    assert len(planned.timeline) > len(plain.timeline), "its recomputations are operations too"
+    assert planned.peak_bytes == planned.compiled_bytes
+    simulated, before = planned.predicted, plain.predicted
+    assert simulated is not None
+    assert before is not None
+    assert simulated.peak_bytes < before.peak_bytes
+    assert len(simulated.timeline) > len(before.timeline), "recomputations are operations too"
 
 
 @pytest.mark.wide
@@ -109,5 +130,5 @@ def test_every_byte_at_the_predicted_peak_has_a_buffer(name: str):
     with nnx.context((args, {})):
         program = caller.trace(caller.take(args, {})).program
     compiled = SimpleNamespace(memory=SimpleNamespace(total_bytes=0, temp_bytes=0))
-    report = report_on(program, Target("h200"), program.block, compiled)
+    report = predicted_report(program, Target("h200"), program.block, compiled)
     assert sum(b.nbytes for b in report.at_peak()) == report.peak_bytes

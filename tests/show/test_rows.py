@@ -165,13 +165,23 @@ def test_host_bytes_are_named_only_when_there_are_some():
     assert "host 1.0GiB (2.0GiB each way in 20 updates), copies not hidden" in shown
 
 
+def test_a_compiled_report_has_one_figure():
+    told = report(source="compiled", compiled_bytes=32 * GIB, notes=("a note",))
+    rows = report_rows(told)
+    assert rows.verdict == "peak 32.0GiB at operation 8 of 12 (backward), 25% of the device"
+    assert rows.notes == ("a note",)
+    assert [bar.label for bar in rows.bars] == ["compiled"], "nothing was predicted"
+
+
 def test_report_says_where_the_peak_is():
     assert report_rows(report()).verdict == (
-        "peak 32.0GiB at operation 8 of 12 (backward); compiled 33.0GiB, 26% of the device"
+        "predicted peak 32.0GiB at operation 8 of 12 (backward); "
+        "compiled 33.0GiB, 26% of the device"
     )
     small = report_rows(report(device_bytes=30 * GIB, phases=()))
     assert small.verdict == (
-        "peak 32.0GiB at operation 8 of 12; compiled 33.0GiB, 3.0GiB more than the device has"
+        "predicted peak 32.0GiB at operation 8 of 12; "
+        "compiled 33.0GiB, 3.0GiB more than the device has"
     )
     assert small.tone == "bad"
 

@@ -48,7 +48,7 @@ note: planned for h200, which is not this machine.
 
 REPORT = """
 train_step on h200
-peak 32.0GiB at operation 8 of 12 (backward); compiled 33.0GiB, 26% of the device
+predicted peak 32.0GiB at operation 8 of 12 (backward); compiled 33.0GiB, 26% of the device
 
   device     128.0GiB ───────────────────────────────────────────────────────────┤
   compiled    33.0GiB ███████████████▌

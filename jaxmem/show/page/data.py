@@ -99,17 +99,17 @@ def report_data(
 
 def on_device(buffer: Buffer) -> bool:
     """Returns whether a buffer counts in the timeline: what is in pinned host memory does not."""
-    return getattr(buffer, "memory", "device") == "device"
+    return buffer.memory == "device"
 
 
 def figure(report: MemoryReport) -> str:
     """Returns whose lifetimes a report has: ``"predicted"`` by the simulator, or ``"compiled"``."""
-    return getattr(report, "source", "predicted")
+    return report.source
 
 
 def _notes(report: MemoryReport, rest: Sequence[int], away: Sequence[Buffer]) -> list[str]:
     """What somebody who adds up the chart has to know."""
-    notes = [clean(note, TEXT_LIMIT) for note in getattr(report, "notes", ())]
+    notes = [clean(note, TEXT_LIMIT) for note in report.notes]
     if (most := -min(rest)) > 0:
         notes.append(
             f"At operation {rest.index(-most) + 1:,} the buffers add up to {format_bytes(most)} "
