@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import processes
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.monitor.oom.failed import Fitted, out_of_memory
 from jaxmem.monitor.oom.steps import MOST_SEARCH_SECONDS
@@ -51,7 +52,7 @@ Budget = int | str | None
 Verify = bool | Literal["full"]
 
 
-class FittedStep:
+class FittedStep(Displayed):
     """A step that runs inside a byte budget; made by :func:`jaxmem.fit`."""
 
     def __init__(
@@ -233,6 +234,11 @@ class FittedStep:
         Runs nothing, unless the step was fitted with ``measure=True``.
         """
         return self._planned(args, kwargs)[1].plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were made so far, one for each signature."""
+        return tuple(outcome.plan for outcome in self._outcomes.values())
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """JAX's lowered object of the planned program, for the target, as ``jax.jit`` gives it.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from jaxmem.displayed import Displayed
 from jaxmem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class PlanDiff:
+class PlanDiff(Displayed):
     """What the second of two plans does differently; false where it does the same.
 
     Attributes:
@@ -75,15 +77,11 @@ class PlanDiff:
     def __bool__(self) -> bool:
         return not self.same_program or bool(self.changes or self.moved)
 
-    def __str__(self) -> str:
-        from jaxmem.show.reasons import diff_text
-
-        return diff_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.reasons import diff_html
-
-        return diff_html(self)
+    def to_json(self) -> str:
+        """The difference as JSON text: ``same``, and what differs."""
+        moved = [{**asdict(m), "kind": m.kind} for m in self.moved]
+        found = {**asdict(self), "moved": moved, "same": not self}
+        return json.dumps(found, indent=1, sort_keys=True)
 
 
 def difference(plan: Plan, other: Plan) -> PlanDiff:

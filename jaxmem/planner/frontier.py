@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import BudgetInfeasibleError, MissingExtraError
 from jaxmem.units import GIB, format_budget, format_bytes, parse_budget, parse_bytes
 
@@ -42,7 +43,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Displayed):
     """Every best trade of peak bytes for seconds that was found for one step.
 
     All figures are predicted for each device; where ``compiled`` is true every point has the
@@ -151,16 +152,6 @@ class Frontier:
         if budget is None or (isinstance(budget, str) and "%" in budget):
             return parse_budget(budget, self.device_bytes)
         return parse_bytes(budget)
-
-    def __str__(self) -> str:
-        from jaxmem.show.curve import frontier_text
-
-        return frontier_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.curve import frontier_html
-
-        return frontier_html(self)
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:

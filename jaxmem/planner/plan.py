@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanMismatchError
 from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 
@@ -178,7 +179,7 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """What to keep, recompute and offload so that a step fits: plain data, deterministic.
 
     All byte figures are per device and for the whole step: arguments + outputs + temporaries,
@@ -351,16 +352,6 @@ class Plan:
             raise PlanMismatchError(f"{path} is not a jaxmem plan: {error}. {AGAIN}") from error
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error}") from error
-
-    def __str__(self) -> str:
-        from jaxmem.show.terminal import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import plan_html
-
-        return plan_html(self)
 
 
 def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:

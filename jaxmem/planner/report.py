@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from jaxmem.displayed import Displayed
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -41,7 +43,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Displayed):
     """What a step needs, without running it.
 
     Attributes:
@@ -113,13 +115,3 @@ class MemoryReport:
     def to_json(self) -> str:
         """The report as JSON text."""
         return json.dumps(asdict(self), sort_keys=True)
-
-    def __str__(self) -> str:
-        from jaxmem.show.terminal import report_text
-
-        return report_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import report_html
-
-        return report_html(self)

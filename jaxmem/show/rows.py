@@ -19,7 +19,10 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 
 # Columns of figures: never cut, and set to the right.
 NUMERIC = frozenset(
-    "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(",")
+    (
+        "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster,"
+        "TFLOP/s,GB/s,spread,runs"
+    ).split(",")
 )
 NAME_LIMIT = 80
 NOTE_LIMIT = 400

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jaxmem.displayed import Displayed
+
 
 @dataclass(frozen=True)
 class ShardedLeaf:
@@ -33,7 +35,7 @@ class ShardedLeaf:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class Sharded(Displayed):
     """How a state is laid out over a mesh; it prints as a table.
 
     Attributes:
@@ -68,15 +70,3 @@ class Sharded:
     def warnings(self) -> tuple[str, ...]:
         """What is probably not as it was meant."""
         return tuple(f"{leaf.path}: {leaf.note}" for leaf in self.leaves if leaf.note)
-
-    def __str__(self) -> str:
-        from jaxmem.show.pages import sharded_page
-        from jaxmem.show.terminal import page_text
-
-        return page_text(sharded_page(self))
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import page_html
-        from jaxmem.show.pages import sharded_page
-
-        return page_html(sharded_page(self))
