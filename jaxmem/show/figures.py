@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from jaxmem.fitted import FittedStep
 from jaxmem.runtime.benchmark import Benchmark, Timed
 from jaxmem.runtime.profile import StepProfile
@@ -75,9 +77,10 @@ def bench_page(found: Benchmark) -> Page:
 
     def row(program: Timed) -> tuple[str, ...]:
         median = program.median_seconds
-        spread = (
-            "" if median is None else format_seconds(max(program.seconds) - min(program.seconds))
-        )
+        spread = ""
+        if median is not None:
+            low, _, high = statistics.quantiles(program.seconds, n=4)
+            spread = format_seconds(high - low)
         return (
             program.name,
             format_bytes(program.compiled_bytes),
@@ -94,7 +97,7 @@ def bench_page(found: Benchmark) -> Page:
         (
             f"planned for {format_bytes(found.budget_bytes)} by {clean(found.solver)}",
             "compiled: the compiler's peak; measured: the median of the runs, which took turns; "
-            "spread: the slowest less the fastest",
+            "spread: of the middle half of them",
         ),
         grids=(Grid("a step", header, (6, 0), tuple(map(row, found.programs))),),
     )

@@ -249,11 +249,12 @@ def test_a_reader_that_stops_reading_is_no_error(tmp_path):
     (tmp_path / "stub.py").write_text(STUB)
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "jaxmem", "plan", "stub:entry"]
+    command = [sys.executable, "-m", "jaxmem", "plan", "stub:entry", "-o", "plan.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+    assert Plan.load(tmp_path / "plan.json") == plan(), "the file is written all the same"
 
 
 def test_a_terminal_that_is_not_unicode_gets_replacements(tmp_path):
