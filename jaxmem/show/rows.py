@@ -21,7 +21,7 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 NUMERIC = frozenset(
     (
         "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster,"
-        "TFLOP/s,GB/s,spread,runs"
+        "TFLOP/s,GB/s,spread,runs,per device"
     ).split(",")
 )
 NAME_LIMIT = 80

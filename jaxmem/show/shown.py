@@ -30,7 +30,9 @@ from jaxmem.show.terminal import (
     report_view,
     terminal_width,
 )
+from jaxmem.show.trees import tree_html, tree_view
 from jaxmem.state.sharded import Sharded
+from jaxmem.state.tiers import PlacedTree
 from jaxmem.targets.target import Target
 
 
@@ -102,6 +104,11 @@ def _(value: MemoryReport) -> Shown:
 def _(value: Frontier) -> Shown:
     page = pages.frontier_page(value)
     return Shown(lambda width: page_view(page, width), lambda: frontier_html(value))
+
+
+@shown.register
+def _(value: PlacedTree) -> Shown:
+    return Shown(lambda width: tree_view(value, width), lambda: tree_html(value))
 
 
 def _as_page(kind: type, page_of: Callable[[Any], Page]) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxmem.displayed import Displayed
+from jaxmem.state.tiers import PlacedTree, with_sharding
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,11 @@ class Sharded(Displayed):
     def warnings(self) -> tuple[str, ...]:
         """What is probably not as it was meant."""
         return tuple(f"{leaf.path}: {leaf.note}" for leaf in self.leaves if leaf.note)
+
+    def tree(self) -> PlacedTree:
+        """The state as a tree, each leaf with its bytes, its memory and how it is split."""
+        flat = [
+            with_sharding(leaf.dtype, leaf.shape, leaf.nbytes, sharding)
+            for leaf, sharding in zip(self.leaves, jax.tree.leaves(self.shardings), strict=True)
+        ]
+        return PlacedTree(jax.tree.unflatten(jax.tree.structure(self.shardings), flat))
