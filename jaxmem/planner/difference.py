@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from jaxmem.displayed import Displayed
+from jaxmem.policies import Policy
 from jaxmem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("segments", _segments(plan), _segments(other)),
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
         ("updates of those", _updates(plan), _updates(other)),
-        ("policy", plan.policy or "none", other.policy or "none"),
+        ("policy", _policy(plan), _policy(other)),
         ("compiler options", _options(plan), _options(other)),
     ]
     sizes = ("budget", "predicted", "compiled", "argument", "output", "aliased", "host")
@@ -168,6 +169,10 @@ def _segments(plan: Plan) -> str:
 def _updates(plan: Plan) -> str:
     s = plan.streamed
     return "in the step" if s is None else f"{s.updates} pieces, gradients in {s.stages} stages"
+
+
+def _policy(plan: Plan) -> str:
+    return str(Policy.from_json(plan.policy)) if plan.policy else "none"
 
 
 def _options(plan: Plan) -> str:
