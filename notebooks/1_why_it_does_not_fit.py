@@ -17,7 +17,7 @@
 #
 # ## The step
 #
-# A small transformer, written plainly: eight layers, AdamW, nothing about memory in it.
+# A small transformer, written plainly: six layers, AdamW, nothing about memory in it.
 
 # %%
 import jax
@@ -26,7 +26,7 @@ import optax
 
 import jaxmem
 
-LAYERS, WIDTH, HEADS, BATCH, LENGTH, WORDS = 8, 128, 4, 8, 128, 512
+LAYERS, WIDTH, HEADS, BATCH, LENGTH, WORDS = 6, 128, 4, 8, 128, 512
 
 
 def attention(w, x):

@@ -79,8 +79,8 @@ print(f"as written it takes {report.compiled_bytes / 2**30:.1f} GiB")
 # %% [markdown]
 # ## Which GPU?
 #
-# One plan for each of a few GPUs. On those that are large enough the step stays as it is; on the
-# others it recomputes, and where that is not enough the error says what would be.
+# One plan for each of a few GPUs. Where the step does not fit as it is written, it recomputes;
+# where even that is not enough, the error says what would be.
 
 # %%
 plans = {}

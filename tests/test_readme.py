@@ -194,7 +194,8 @@ def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     commands = re.findall(r"^jaxmem (.*?)(?: +#.*)?$", "".join(section.blocks("sh")), re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"doctor", "analyze", "frontier", "plan"}
+    named = {"doctor", "analyze", "frontier", "plan", "diff", "bench"}
+    assert {command.split()[0] for command in commands} == named
     for command in commands:
         sys.modules.pop("train", None)
         assert cli.main(shlex.split(command)) == cli.FITS, capsys.readouterr().err
@@ -262,6 +263,12 @@ def test_a_layout_prints_what_is_shown(capsys):
     (shown,) = SECTIONS["A state over several devices"].blocks("text")
     printed = capsys.readouterr().out.splitlines()
     assert [line.rstrip() for line in printed] == shown.splitlines()
+
+
+def test_a_tree_prints_what_is_shown(capsys):
+    run("Notebooks")
+    (shown,) = SECTIONS["Notebooks"].blocks("text")
+    assert capsys.readouterr().out == shown
 
 
 def test_a_step_over_several_devices_prints_what_is_shown(capsys):
