@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,14 @@ def _argcomplete() -> Any:
     return argcomplete
 
 
-def completed(action: Action, completer: Callable[..., Iterator[str]]) -> None:
+def completed(action: Action, completer: Callable[..., Iterable[str]]) -> None:
     """Let a function complete the values of an option."""
     action.completer = completer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def entries(prefix: str, **_: Any) -> Iterator[str]:
     """Files of Python, folders, and after a colon functions; nothing is imported."""
-    place, colon, _ = prefix.rpartition(":")
+    place, colon, _name = prefix.rpartition(":")
     if colon:
         file = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
         yield from (f"{place}:{name}" for name in _functions(file))
@@ -101,6 +101,6 @@ def _functions(file: Path) -> list[str]:
 
 def targets(prefix: str, **_: Any) -> list[str]:
     """The GPUs of the table, behind the number that was typed."""
-    count, times, _ = prefix.rpartition("x")
+    count, times, _name = prefix.rpartition("x")
     text = (resources.files("jaxmem") / "targets" / "gpus.json").read_text(encoding="utf-8")
     return [f"{count}{times}{name}" for name in json.loads(text)["gpus"]] + ["cpu"]
