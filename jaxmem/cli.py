@@ -8,11 +8,12 @@ so that ``jaxmem --help`` is quick.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import jaxmem
 from jaxmem.commands import (
@@ -66,11 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python's own flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), options.answer.fileno())
+    except BrokenPipeError:  # The reader (head, less) has seen enough.
+        _drop(options.answer)
         return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop(options.answer)
+        print(f"the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return options.failed
     return code
+
+
+def _drop(stream: TextIO) -> None:
+    """Lets what is left of a stream go nowhere: Python's own flush at exit must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _answered(options: argparse.Namespace) -> int:

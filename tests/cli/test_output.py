@@ -58,6 +58,16 @@ def test_a_table_is_printed_although_the_module_took_standard_output(workplace):
     assert "recomputes 18 of 42 values" in run("plan", "noisy:entry").stdout
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_disk_that_is_full(words):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "jaxmem", "completion", "bash", *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE)
+    message = b"the answer cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 def test_ctrl_c_while_the_module_is_imported(workplace):
     (workplace / "slow.py").write_text(
         "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
