@@ -6,6 +6,7 @@ line gets what it costs as an annotation. Without it a notebook shows the text.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -181,12 +182,15 @@ def tree_html(shown: PlacedTree) -> str:
     renderer = treescope.active_renderer.get().extended_with(
         handlers=[_render_leaf], wrapper_hooks=[_render_branch]
     )
-    drawn = rendering_parts.build_full_line_with_annotations(
-        renderer.to_foldable_representation(shown.tree)
-    )
-    treescope.active_expansion_strategy.get()(drawn)
-    # Uncompressed it can be read, if not folded, where scripts are taken out, as on GitHub.
-    return lowering.render_to_html_as_root(drawn, compressed=False)
+    with warnings.catch_warnings():
+        # treescope 0.1.10 looks np.chararray up, about which NumPy 2.5 warns.
+        warnings.filterwarnings("ignore", "The chararray", DeprecationWarning)
+        drawn = rendering_parts.build_full_line_with_annotations(
+            renderer.to_foldable_representation(shown.tree)
+        )
+        treescope.active_expansion_strategy.get()(drawn)
+        # Uncompressed it can be read, if not folded, where scripts are taken out, as on GitHub.
+        return lowering.render_to_html_as_root(drawn, compressed=False)
 
 
 def _render_leaf(node: Any, path: str | None, subtree_renderer: Any) -> Any:
