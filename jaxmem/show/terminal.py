@@ -145,7 +145,14 @@ def print_view(console: Console, view: RenderableType) -> None:
 
 def plain_text(view: RenderableType, width: int) -> str:
     """Returns a view as text without colour and without spaces at the ends of lines."""
-    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+    # Inside Jupyter rich would show it there as well.
+    console = Console(
+        file=StringIO(),
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+        force_jupyter=False,
+    )
     with console.capture() as capture:
         print_view(console, view)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
