@@ -26,6 +26,7 @@ from jaxmem.commands import (
     frontier,
     output,
     plan,
+    top,
 )
 from jaxmem.commands.exits import (
     CLOSED_PIPE,
@@ -136,5 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, module in _OF_A_STEP.items():
         command(name, module, f"{entry.HELP}\n{HELP}")
     command("diff", diff, f"{entry.HELP}\n{DIFF_HELP}", TROUBLE)
+    command("top", top)
     command("completion", completion, f"{completion.HOW}\n{HELP}")
     return parser
