@@ -25,12 +25,15 @@ THREADS ?= 2
 TEST_ENV := NPROC=$(THREADS) OMP_NUM_THREADS=$(THREADS) OPENBLAS_NUM_THREADS=$(THREADS) \
 	PYTHONHASHSEED=0
 
-.PHONY: help demo test test-spread test-slow lint types format lock vendor clean
+.PHONY: help demo test test-spread test-slow notebooks check-notebooks lint types format lock \
+	vendor clean
 
 help:
 	@echo "make demo    train a GPT inside 60, 40 and 25% of its memory, then plan for an absent H100"
 	@echo "make test    run the tests and the examples in docstrings (ARGS='-k plan' for some of them)"
 	@echo "make test-spread  the tests without those marked wide; make test-slow: the slow ones"
+	@echo "make notebooks  execute the notebooks from their scripts (ARGS=1_ for one of them)"
+	@echo "make check-notebooks  execute them, and compare with what is committed"
 	@echo "make lint    ruff; make format applies what it can"
 	@echo "make types   pyright"
 	@echo "make lock    resolve the pinned versions anew, for the Python of $(VENV)"
@@ -49,6 +52,12 @@ test-spread: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
+
+notebooks: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python notebooks/execute.py $(ARGS)
+
+check-notebooks: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python notebooks/execute.py --check $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

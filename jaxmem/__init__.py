@@ -101,7 +101,7 @@ _HOMES = {
     "shard": "jaxmem.state.sharding",
     "track": "jaxmem.monitor.track",
 }
-_MODULES = ("policies",)
+_MODULES = ("policies", "show")
 
 
 _before_jax.raise_limit()

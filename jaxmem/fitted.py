@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import processes
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError, PlanMismatchError
 from jaxmem.monitor.oom.failed import Fitted, out_of_memory
 from jaxmem.monitor.oom.steps import MOST_SEARCH_SECONDS
@@ -51,7 +52,7 @@ Budget = int | str | None
 Verify = bool | Literal["full"]
 
 
-class FittedStep:
+class FittedStep(Displayed):
     """A step that runs inside a byte budget; made by :func:`jaxmem.fit`."""
 
     def __init__(
@@ -148,17 +149,11 @@ class FittedStep:
             again = FittedStep(self._written, **{**self._settings, **changed, **limited})
             return again.plan(*args, **kwargs)
 
-        return Fitted(
-            self,
-            self._caller.name,
-            program,
-            [*program.consts, *call.leaves],
-            tuple(self._caller.donate),
-            as_python(self._settings),
-            functools.partial(self.report, *args, **kwargs),
-            plan,
-            outcome.plan.compiled_bytes,
-        )
+        arguments = [*program.consts, *call.leaves]
+        donate, options = tuple(self._caller.donate), as_python(self._settings)
+        report = functools.partial(self.report, *args, **kwargs)
+        name, nbytes = self._caller.name, outcome.plan.compiled_bytes
+        return Fitted(self, name, program, arguments, donate, options, report, plan, nbytes)
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = self._caller.take(args, kwargs)
@@ -230,6 +225,11 @@ class FittedStep:
         Runs nothing, unless the step was fitted with ``measure=True``.
         """
         return self._planned(args, kwargs)[1].plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were made so far, one for each signature."""
+        return tuple(outcome.plan for outcome in self._outcomes.values())
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """JAX's lowered object of the planned program, for the target, as ``jax.jit`` gives it.

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "jaxmem"
 # A part may import itself and parts of a lower level; parts of one level do not know each other.
 LEVELS = {
     "errors": 0,
+    "displayed": 0,
     "_before_jax": 2,
     "units": 1,
     "_compat": 1,
@@ -39,11 +40,13 @@ LEVELS = {
     "inference": 9,
     "compress": 9,
     "beforehand": 10,
+    "benched": 10,
     "frontier": 10,
     "__init__": 11,
     "show": 12,
-    "cli": 13,
-    "__main__": 14,
+    "commands": 13,
+    "cli": 14,
+    "__main__": 15,
 }
 # Methods that Python, rich or Jupyter call to show an object, and the one that writes it as a page;
 # they may import `show` when called.

@@ -35,7 +35,7 @@ def requirements(*extras: str) -> list[Requirement]:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_lock_files_satisfy_the_package(python: str):
     locked = pins(python)
-    for requirement in requirements("flax", "test", "dev"):
+    for requirement in requirements("completion", "flax", "test", "dev"):
         assert locked[requirement.name] in requirement.specifier
 
 

@@ -194,10 +194,11 @@ def test_the_commands_answer(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     commands = re.findall(r"^jaxmem (.*?)(?: +#.*)?$", "".join(section.blocks("sh")), re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"doctor", "analyze", "frontier", "plan"}
+    named = {"doctor", "analyze", "frontier", "plan", "diff", "bench"}
+    assert {command.split()[0] for command in commands} == named
     for command in commands:
         sys.modules.pop("train", None)
-        assert cli.main(shlex.split(command)) == cli.FITS, capsys.readouterr().err
+        assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
         assert capsys.readouterr().out.strip()
     sys.modules.pop("train", None)
     assert jaxmem.Plan.load(tmp_path / "plan.json").compiled_bytes > 0
@@ -236,7 +237,7 @@ def test_every_name_and_make_target_and_file_exists():
     for name in re.findall(r"`jaxmem\.([A-Za-z]\w*)", TEXT):
         assert name in jaxmem.__all__, name
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make ([a-z]+)", TEXT):
+    for target in re.findall(r"`make ([a-z-]+)", TEXT):
         assert f"\n{target}:" in makefile, target
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
         assert (ROOT / link).exists(), link
@@ -262,6 +263,12 @@ def test_a_layout_prints_what_is_shown(capsys):
     (shown,) = SECTIONS["A state over several devices"].blocks("text")
     printed = capsys.readouterr().out.splitlines()
     assert [line.rstrip() for line in printed] == shown.splitlines()
+
+
+def test_a_tree_prints_what_is_shown(capsys):
+    run("Notebooks")
+    (shown,) = SECTIONS["Notebooks"].blocks("text")
+    assert capsys.readouterr().out == shown
 
 
 def test_a_step_over_several_devices_prints_what_is_shown(capsys):

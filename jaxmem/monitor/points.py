@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import TrackError
 from jaxmem.monitor.arrays import Kind, Live, alive, kind_of
 from jaxmem.monitor.figures import DeviceMemory, HostMemory
@@ -57,7 +58,7 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Growth:
+class Growth(Displayed):
     """What changed from one point to another.
 
     Attributes:
@@ -80,16 +81,6 @@ class Growth:
         """The change in a sentence."""
         sign = "+" if self.nbytes >= 0 else ""
         return f"from {self.start!r} to {self.end!r}: {sign}{format_bytes(self.nbytes)} of arrays"
-
-    def __str__(self) -> str:
-        from jaxmem.show.memory import growth_text
-
-        return growth_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.memory import growth_html
-
-        return growth_html(self)
 
 
 @dataclass

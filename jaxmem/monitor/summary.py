@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxmem.displayed import Displayed
 from jaxmem.monitor.arrays import alive
 from jaxmem.monitor.figures import DeviceMemory, HostMemory
 from jaxmem.monitor.holders import Holding, holdings, stacks
@@ -16,7 +17,7 @@ _MOST_HOLDINGS = 12
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Displayed):
     """What was seen of a piece of a program.
 
     Attributes:
@@ -48,16 +49,6 @@ class Summary:
         """What was tracked, in a sentence."""
         calls = f", {self.calls} calls" if self.calls > 1 else ""
         return f"{self.name}: {format_seconds(self.seconds)}{calls}, {self.samples} samples"
-
-    def __str__(self) -> str:
-        from jaxmem.show.memory import summary_text
-
-        return summary_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.memory import summary_html
-
-        return summary_html(self)
 
 
 def summarised(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from jaxmem.displayed import Displayed
+from jaxmem.policies import Policy
 from jaxmem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class PlanDiff:
+class PlanDiff(Displayed):
     """What the second of two plans does differently; false where it does the same.
 
     Attributes:
@@ -75,15 +78,11 @@ class PlanDiff:
     def __bool__(self) -> bool:
         return not self.same_program or bool(self.changes or self.moved)
 
-    def __str__(self) -> str:
-        from jaxmem.show.reasons import diff_text
-
-        return diff_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.reasons import diff_html
-
-        return diff_html(self)
+    def to_json(self) -> str:
+        """The difference as JSON text: ``same``, and what differs."""
+        moved = [{**asdict(m), "kind": m.kind} for m in self.moved]
+        found = {**asdict(self), "moved": moved, "same": not self}
+        return json.dumps(found, indent=1, sort_keys=True)
 
 
 def difference(plan: Plan, other: Plan) -> PlanDiff:
@@ -138,7 +137,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("segments", _segments(plan), _segments(other)),
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
         ("updates of those", _updates(plan), _updates(other)),
-        ("policy", plan.policy or "none", other.policy or "none"),
+        ("policy", _policy(plan), _policy(other)),
         ("compiler options", _options(plan), _options(other)),
     ]
     sizes = ("budget", "predicted", "compiled", "argument", "output", "aliased", "host")
@@ -170,6 +169,10 @@ def _segments(plan: Plan) -> str:
 def _updates(plan: Plan) -> str:
     s = plan.streamed
     return "in the step" if s is None else f"{s.updates} pieces, gradients in {s.stages} stages"
+
+
+def _policy(plan: Plan) -> str:
+    return str(Policy.from_json(plan.policy)) if plan.policy else "none"
 
 
 def _options(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanQueryError
 from jaxmem.policies.selector import module_matches
 from jaxmem.units import GIB, format_budget, format_bytes, format_seconds
@@ -50,7 +51,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Displayed):
     """What a plan says about a query, or about itself.
 
     Attributes:
@@ -67,16 +68,6 @@ class Explanation:
     sentences: tuple[str, ...]
     reasons: tuple[Reason, ...]
     holders: tuple[Holder, ...] = ()
-
-    def __str__(self) -> str:
-        from jaxmem.show.reasons import explanation_text
-
-        return explanation_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.reasons import explanation_html
-
-        return explanation_html(self)
 
 
 def explain(plan: Plan, query: str = "") -> Explanation:

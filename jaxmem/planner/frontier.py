@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import BudgetInfeasibleError, MissingExtraError
 from jaxmem.planner.tables import Rows, names_of, write_table
 from jaxmem.units import GIB, format_budget, format_bytes, parse_budget, parse_bytes
@@ -45,7 +46,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Displayed):
     """Every best trade of peak bytes for seconds that was found for one step.
 
     All figures are predicted for each device; where ``compiled`` is true every point has the
@@ -176,16 +177,6 @@ class Frontier:
         if budget is None or (isinstance(budget, str) and "%" in budget):
             return parse_budget(budget, self.device_bytes)
         return parse_bytes(budget)
-
-    def __str__(self) -> str:
-        from jaxmem.show.curve import frontier_text
-
-        return frontier_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.curve import frontier_html
-
-        return frontier_html(self)
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxmem.displayed import Displayed
 from jaxmem.planner.tables import names_of, write_table
 
 
@@ -84,7 +85,7 @@ class Unfused:
 
 
 @dataclass(frozen=True)
-class FusionReport:
+class FusionReport(Displayed):
     """What the compiler fused of a step and what it did not.
 
     Attributes:
@@ -119,15 +120,3 @@ class FusionReport:
     def to_json(self) -> str:
         """It as JSON text; the report that it comes from has it as well."""
         return json.dumps(self, default=vars, sort_keys=True)
-
-    def __str__(self) -> str:
-        from jaxmem.show.pages import fusion_page
-        from jaxmem.show.terminal import page_text
-
-        return page_text(fusion_page(self))
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import page_html
-        from jaxmem.show.pages import fusion_page
-
-        return page_html(fusion_page(self))

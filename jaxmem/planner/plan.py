@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanMismatchError
 from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 from jaxmem.planner.tables import Rows, names_of, write_table
@@ -181,7 +182,7 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """What to keep, recompute and offload so that a step fits: plain data, deterministic.
 
     All byte figures are per device and for the whole step: arguments + outputs + temporaries,
@@ -384,16 +385,6 @@ class Plan:
         from jaxmem.show.page import document, write_page
 
         return write_page(path, document(plan=self, frontier=frontier))
-
-    def __str__(self) -> str:
-        from jaxmem.show.terminal import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import plan_html
-
-        return plan_html(self)
 
 
 def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:

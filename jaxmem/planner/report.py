@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ReportError
 from jaxmem.planner.decode import Kept, damaged, decode, parse
 from jaxmem.planner.fusions import FusionReport
@@ -72,7 +73,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Displayed):
     """What a step needs, without running it.
 
     Attributes:
@@ -316,13 +317,3 @@ class MemoryReport:
         from jaxmem.show.page import document, write_page
 
         return write_page(path, document(self, plan=plan, before=before, frontier=frontier))
-
-    def __str__(self) -> str:
-        from jaxmem.show.terminal import report_text
-
-        return report_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import report_html
-
-        return report_html(self)

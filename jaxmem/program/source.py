@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -40,8 +41,21 @@ class Origin:
 def origin_of(op: Op, name: str = "") -> Origin:
     """The origin of what ``op`` makes; ``name`` is its checkpoint name if it has one."""
     line = _compat.user_line(op.origin.eqn)
-    source = f"{PurePath(line[0]).name}:{line[1]} ({line[2]})" if line else ""
+    source = f"{file_name(line[0])}:{line[1]} ({line[2]})" if line else ""
     return Origin(source, module_path(_compat.name_stack_of(op.origin.eqn)), name, op.name)
+
+
+def file_name(path: str) -> str:
+    """The name of a file as people know it: of a notebook's cell ``In[3]``, as it is shown there.
+
+    >>> file_name("/home/someone/train.py")
+    'train.py'
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # The name that a cell is compiled under is a hash in a folder for temporary files.
+    cell = shell.compile.format_code_name(path) if shell is not None else None
+    return cell[1] if cell else PurePath(path).name
 
 
 def module_path(name_stack: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from jaxmem.program.leaves import is_abstract
 from jaxmem.program.source import origin_of
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.profile import StepProfile, profiled
-from jaxmem.runtime.timing import Timer, medians, wall_seconds
+from jaxmem.runtime.timing import Timer, in_turns, wall_seconds
 from jaxmem.targets.compiling import runs_here, usable_bytes
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
@@ -49,12 +50,14 @@ class Bench:
         target: what the programs are compiled for.
         timer: times one run.
         profiler: tells what the device did in one run.
+        asked: what the user wrote to have programs timed, for messages.
     """
 
     call: Call
     target: Target
     timer: Timer = wall_seconds
     profiler: Callable[[Callable[[], Any]], StepProfile] = profiled
+    asked: str = "measure=True"
 
     def check(self, program: Program) -> None:
         """Check that a step can be timed here.
@@ -66,20 +69,20 @@ class Bench:
         here = (self.target.platform == "cpu") == (jax.default_backend() == "cpu")
         if not (here and runs_here(self.target)):
             raise ArgumentError(
-                f"{program.name}: measure=True times programs on the device that is here "
+                f"{program.name}: {self.asked} times programs on the device that is here "
                 f"({jax.devices()[0].device_kind}), and the target is {self.target.name}. Leave "
-                "target out, or plan without measure=True."
+                f"target out, or plan without {self.asked}."
             )
         effects = next((op for op in program.block.ops if op.eqn.effects), None)
         if effects is not None:
             raise ArgumentError(
-                f"{program.name}: measure=True runs the step many times, and it has effects "
-                f"({origin_of(effects).label}), which would happen each time. Leave measure=True "
+                f"{program.name}: {self.asked} runs the step many times, and it has effects "
+                f"({origin_of(effects).label}), which would happen each time. Leave {self.asked} "
                 "out, or the effect."
             )
         if jax.process_count() > 1:
             raise ArgumentError(
-                f"{program.name}: measure=True in {jax.process_count()} processes could choose "
+                f"{program.name}: {self.asked} in {jax.process_count()} processes could choose "
                 "another program in each. Measure in one process, save the plan, and pass plan=... "
                 "to all of them."
             )
@@ -97,13 +100,23 @@ class Bench:
         Raises:
             ArgumentError: there is no room for copies of the donated arguments.
         """
-        self._check_room(program, programs)
-        given = _Arguments(program, self.call)
-        runs = [
-            _Run(program, chosen, hosting, given)
-            for chosen, hosting in zip(programs, hostings, strict=True)
-        ]
-        return medians(runs, self.timer)
+        items = [(program, *pair) for pair in zip(programs, hostings, strict=True)]
+        return [statistics.median(times) for times in self.seconds(items)]
+
+    def seconds(self, items: Sequence[tuple[Program, Chosen, Hosting]]) -> list[list[float]]:
+        """The seconds of each run of several programs, which take turns.
+
+        Args:
+            items: traced steps of the call, compiled for the device that is here, with what each
+                takes in host memory.
+
+        Raises:
+            ArgumentError: there is no room for copies of the donated arguments.
+        """
+        for program, chosen, _ in items:
+            self._check_room(program, chosen)
+        given = _Arguments(items[0][0], self.call)
+        return in_turns([_Run(*item, given) for item in items], self.timer)
 
     def exposed_seconds(self, program: Program, chosen: Chosen, hosting: Hosting) -> float:
         """How long only copies to and from the host run in one step, of a profile of it.
@@ -119,18 +132,27 @@ class Bench:
         run.prepare()
         return self.profiler(run).exposed_seconds
 
-    def _check_room(self, program: Program, programs: Sequence[Chosen]) -> None:
-        """What is donated is there twice: the caller's own, and the copy that a run consumes."""
-        largest = max(chosen.compiled.memory.total_bytes for chosen in programs)
-        beside = sum(
+    def missing_bytes(self, program: Program, chosen: Chosen) -> int:
+        """How much more device memory a program needs than there is, with what stays beside it.
+
+        What is donated is there twice: the caller's own, and the copy that a run consumes.
+        """
+        needed = chosen.compiled.memory.total_bytes + self._beside(program)
+        return needed - usable_bytes(self.target)
+
+    def _beside(self, program: Program) -> int:
+        return sum(
             _device_bytes(leaf)
             for leaf, argument in zip(self.call.leaves, program.arguments, strict=True)
             if argument.donated
         )
-        room = usable_bytes(self.target)
-        if beside and largest + beside > room:
+
+    def _check_room(self, program: Program, chosen: Chosen) -> None:
+        beside, room = self._beside(program), usable_bytes(self.target)
+        if beside and self.missing_bytes(program, chosen) > 0:
             raise ArgumentError(
-                f"{program.name}: measure=True needs {format_bytes(largest + beside)} here, "
+                f"{program.name}: {self.asked} needs "
+                f"{format_bytes(chosen.compiled.memory.total_bytes + beside)} here, "
                 f"{format_bytes(beside)} of it because donated arguments are copied for each run, "
                 f"and {self.target.name} has {format_bytes(room)}. Plan before they are on the "
                 f"device, {program.name}.plan(...) with jax.ShapeDtypeStruct: the call then uses "

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError, DeviceOutOfMemoryError
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
 from jaxmem.runtime.profile import StepProfile
 
 
-class BoundStep:
+class BoundStep(Displayed):
     """A fitted method of one instance: the step with its first argument filled in."""
 
     def __init__(self, step: Any, instance: Any):

@@ -10,7 +10,7 @@ from jaxmem.planner.fill import Solution
 from jaxmem.planner.frontier import Frontier, Point, pareto, spaced, thinned
 from jaxmem.planner.search import Search
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.progress import Report
+from jaxmem.runtime.progress import Part, Report
 from jaxmem.targets.compiling import memory_schedules, usable_bytes
 
 POINTS = 14
@@ -77,7 +77,8 @@ class _Curve:
         smallest = min(s.temp_bytes for s in search.smallest_first())
         limits = spaced(smallest, search.keep_all.temp_bytes, points)
         for number, limit in enumerate(limits, 1):
-            self.report(f"solving for budget {number} of {len(limits)}")
+            said = f"solving for budget {number} of {len(limits)}"
+            self.report(Part(said, number - 1, len(limits)))
             search.solve(limit)
 
     def _stock(self) -> Iterator[tuple[str, dict]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError
 from jaxmem.units import format_seconds
 
@@ -25,7 +26,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class StepProfile:
+class StepProfile(Displayed):
     """How long one step took on one device, and what ran meanwhile; all in seconds.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -35,8 +34,8 @@ def wall_seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def medians(runs: Sequence[Run], timer: Timer = wall_seconds) -> list[float]:
-    """The median seconds of each of several runs.
+def in_turns(runs: Sequence[Run], timer: Timer = wall_seconds) -> list[list[float]]:
+    """The seconds of each of several runs, as often as they count.
 
     They take turns, there and back, after two rounds that do not count. Five rounds count, and of
     short runs more, up to 25 or a second in all.
@@ -49,8 +48,8 @@ def medians(runs: Sequence[Run], timer: Timer = wall_seconds) -> list[float]:
     ...     def prepare(self): pass
     ...     def __call__(self): pass
     >>> figures = iter([3.0, 1.0, 1.0, 3.0, 9.0, 1.0, 1.0, 3.0, 3.0, 1.0])
-    >>> medians([Sleep(), Sleep()], lambda run: next(figures))
-    [3.0, 1.0]
+    >>> in_turns([Sleep(), Sleep()], lambda run: next(figures))
+    [[3.0, 3.0, 9.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0]]
     """
     for _ in range(_WARM_UPS):
         for run in runs:
@@ -64,4 +63,4 @@ def medians(runs: Sequence[Run], timer: Timer = wall_seconds) -> list[float]:
             runs[number].prepare()
             taken[number].append(timer(runs[number]))
         count, total = count + 1, sum(map(sum, taken))
-    return [statistics.median(times) for times in taken]
+    return taken

@@ -9,7 +9,7 @@ from jaxmem.planner.plan import Plan, Round
 from jaxmem.program.ir import Block, Hosting, Program
 from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.planned import Chosen, plan_of
-from jaxmem.runtime.progress import Report
+from jaxmem.runtime.progress import Part, Report
 from jaxmem.runtime.stream import Stream
 from jaxmem.targets.compiling import Compiled
 from jaxmem.units import format_bytes
@@ -74,11 +74,13 @@ class Tries:
 
     def announce(self, solution: Solution) -> None:
         """Say what is compiled next."""
-        self.report(
-            f"compile {len(self.rounds) + 1} of at most {MOST_COMPILES}: "
+        done = len(self.rounds)
+        said = (
+            f"compile {done + 1} of at most {MOST_COMPILES}: "
             f"{format_bytes(self.predicted(solution))} predicted, "
             f"{format_bytes(self.budget)} allowed"
         )
+        self.report(Part(said, done, MOST_COMPILES))
 
     def predicted(self, solution: Solution) -> int:
         """Bytes that a solution should compile to, after what was seen before."""

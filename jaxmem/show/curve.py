@@ -1,4 +1,4 @@
-"""A frontier as terminal text, and as HTML with a chart of seconds against peak bytes."""
+"""A frontier as HTML, with a chart of seconds against peak bytes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from jaxmem.planner.frontier import Frontier, Point, pareto
 from jaxmem.show.html import BLUE, RED, page_html
 from jaxmem.show.pages import frontier_page
 from jaxmem.show.rows import clean
-from jaxmem.show.terminal import page_text
 from jaxmem.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT, _LEFT, _MARGIN = 800, 260, 70, 24
 _MOST_DOTS = 64
-
-
-def frontier_text(frontier: Frontier, *, width: int | None = None) -> str:
-    """Returns a frontier as plain text; ``width`` as for ``plan_text``."""
-    return page_text(frontier_page(frontier), width=width)
 
 
 def frontier_html(frontier: Frontier) -> str:

@@ -243,11 +243,14 @@ def _grid(grid: Grid, heading: bool = True) -> Iterator[str]:
         return
     if heading:
         yield _heading(grid.title)
-    head = "".join(_td(name, name in NUMERIC, f"font-weight:600;{_FAINT}") for name in grid.header)
+    # As in a terminal: a column in which nobody has anything to say is left out.
+    shown = [n for n in range(len(grid.header)) if any(row[n] for row in grid.rows)]
+    names = [grid.header[n] for n in shown]
+    head = "".join(_td(name, name in NUMERIC, f"font-weight:600;{_FAINT}") for name in names)
     line = "border-top:1px solid rgba(128,128,128,.3);background:none"
     body = "".join(
         f'<tr style="{line}">'
-        + "".join(_td(text, grid.header[i] in NUMERIC) for i, text in enumerate(row))
+        + "".join(_td(row[n], grid.header[n] in NUMERIC) for n in shown)
         + "</tr>"
         for row in grid.rows
     )
@@ -258,7 +261,11 @@ def _grid(grid: Grid, heading: bool = True) -> Iterator[str]:
 
 
 def _table(rows: str, style: str = "") -> str:
-    look = "border-collapse:collapse;border:0;color:inherit;margin:.2em 0;font-size:.93em"
+    # Jupyter's own style has the columns of tables equally wide, whatever is in them.
+    look = (
+        "border-collapse:collapse;table-layout:auto;border:0;color:inherit;margin:.2em 0;"
+        "font-size:.93em"
+    )
     return f'<table style="{look};{style}"><tbody>{rows}</tbody></table>'
 
 

@@ -10,23 +10,11 @@ from jaxmem.monitor.oom.explanation import Explanation, Fix
 from jaxmem.monitor.oom.texts import ReportedBuffer
 from jaxmem.monitor.points import Growth
 from jaxmem.monitor.summary import Summary
-from jaxmem.show.html import page_html
 from jaxmem.show.pages import Item, Page
 from jaxmem.show.rows import NOTE_LIMIT, Grid, clean, more_text, percent_text, type_text
-from jaxmem.show.terminal import page_text
 from jaxmem.units import format_bytes
 
 _TOP = 8
-
-
-def explanation_text(explanation: Explanation, *, width: int | None = None) -> str:
-    """Returns an explanation as plain text, at most ``width`` cells wide."""
-    return page_text(explanation_page(explanation), width=width)
-
-
-def explanation_html(explanation: Explanation) -> str:
-    """Returns an explanation as an HTML fragment; names in it are escaped."""
-    return page_html(explanation_page(explanation))
 
 
 def explanation_page(explanation: Explanation) -> Page:
@@ -48,26 +36,6 @@ def explanation_page(explanation: Explanation) -> Page:
         items=tuple(_fix_item(n, fix) for n, fix in enumerate(e.fixes, 1)),
         grids=tuple(grids),
     )
-
-
-def summary_text(summary: Summary, *, width: int | None = None) -> str:
-    """Returns what tracking has seen as plain text, at most ``width`` cells wide."""
-    return page_text(summary_page(summary), width=width)
-
-
-def summary_html(summary: Summary) -> str:
-    """Returns what tracking has seen as an HTML fragment; names in it are escaped."""
-    return page_html(summary_page(summary))
-
-
-def growth_text(growth: Growth, *, width: int | None = None) -> str:
-    """Returns what has grown as plain text, at most ``width`` cells wide."""
-    return page_text(growth_page(growth), width=width)
-
-
-def growth_html(growth: Growth) -> str:
-    """Returns what has grown as an HTML fragment; names in it are escaped."""
-    return page_html(growth_page(growth))
 
 
 def summary_page(summary: Summary) -> Page:

@@ -19,8 +19,11 @@ from jaxmem.units import format_budget, format_bytes, format_seconds
 
 # Columns of figures: never cut, and set to the right.
 NUMERIC = frozenset(
-    "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster".split(",")
-) | {"size", "times"}
+    (
+        "#,bytes,share,cost,limit,predicted,compiled,measured,peak,step,time,per GiB,faster,"
+        "TFLOP/s,GB/s,spread,runs,per device,size,times"
+    ).split(",")
+)
 NAME_LIMIT = 80
 NOTE_LIMIT = 400
 _ZERO_WIDTH_JOINER = "\u200d"  # glues emoji together; the only format character worth keeping

@@ -64,17 +64,6 @@ def report_text(report: MemoryReport, *, width: int | None = None) -> str:
     return plain_text(report_view(report, cells), cells)
 
 
-def page_text(page: Page, *, width: int | None = None) -> str:
-    """Returns a page as plain text without colour, at most ``width`` cells wide.
-
-    Args:
-        page: what to show.
-        width: cells in a line, 40 to 140; the terminal's own width by default.
-    """
-    cells = terminal_width() if width is None else bounded(width)
-    return plain_text(page_view(page, cells), cells)
-
-
 def bounded(width: int) -> int:
     """Returns a width that the views can use.
 
@@ -157,7 +146,14 @@ def print_view(console: Console, view: RenderableType) -> None:
 
 def plain_text(view: RenderableType, width: int) -> str:
     """Returns a view as text without colour and without spaces at the ends of lines."""
-    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+    # Inside Jupyter rich would show it there as well.
+    console = Console(
+        file=StringIO(),
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+        force_jupyter=False,
+    )
     with console.capture() as capture:
         print_view(console, view)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -48,7 +48,7 @@ class StateLeaf:
 
 def leaves_of(tree: Any) -> tuple[list[StateLeaf], Any, Any]:
     """The leaves of a tree, their structure, and the tree with NNX objects as their states."""
-    tree = jax.tree_util.tree_map(_opened, tree, is_leaf=nnx.is_object)
+    tree = leaves_opened(tree)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     carried, states = list(_own(tree)), list(_of_optax(tree))
     found = []
@@ -60,12 +60,17 @@ def leaves_of(tree: Any) -> tuple[list[StateLeaf], Any, Any]:
                 path=name,
                 shape=tuple(aval.shape),
                 dtype=str(aval.dtype),
-                nbytes=_bytes(aval),
+                nbytes=bytes_of(aval),
                 own=own,
                 is_optimizers=of_optax or bool(_OPTIMIZER.search(name)),
             )
         )
     return found, structure, tree
+
+
+def leaves_opened(tree: Any) -> Any:
+    """The tree with NNX objects as their states."""
+    return jax.tree_util.tree_map(_opened, tree, is_leaf=nnx.is_object)
 
 
 def specs_like(specs: Any, tree: Any) -> list[PartitionSpec | None]:
@@ -131,7 +136,8 @@ def _of_optax(tree: Any) -> Iterator[bool]:
             yield is_state(x)
 
 
-def _bytes(aval: Any) -> int:
+def bytes_of(aval: Any) -> int:
+    """Bytes of an array; of random keys those of their data."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return aval.size * aval.dtype.itemsize

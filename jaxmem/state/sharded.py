@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
+
+from jaxmem.displayed import Displayed
+from jaxmem.state.tiers import PlacedTree, with_sharding
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class ShardedLeaf:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class Sharded(Displayed):
     """How a state is laid out over a mesh; it prints as a table.
 
     Attributes:
@@ -69,14 +73,10 @@ class Sharded:
         """What is probably not as it was meant."""
         return tuple(f"{leaf.path}: {leaf.note}" for leaf in self.leaves if leaf.note)
 
-    def __str__(self) -> str:
-        from jaxmem.show.pages import sharded_page
-        from jaxmem.show.terminal import page_text
-
-        return page_text(sharded_page(self))
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.html import page_html
-        from jaxmem.show.pages import sharded_page
-
-        return page_html(sharded_page(self))
+    def tree(self) -> PlacedTree:
+        """The state as a tree, each leaf with its bytes, its memory and how it is split."""
+        flat = [
+            with_sharding(leaf.dtype, leaf.shape, leaf.nbytes, sharding)
+            for leaf, sharding in zip(self.leaves, jax.tree.leaves(self.shardings), strict=True)
+        ]
+        return PlacedTree(jax.tree.unflatten(jax.tree.structure(self.shardings), flat))

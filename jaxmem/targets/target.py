@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxmem import units
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError
 from jaxmem.targets import table
 from jaxmem.targets.pinned import DEFAULT_BYTES, LIMIT_VARIABLE
@@ -47,7 +48,7 @@ class Flops(Mapping[str, float]):
 
 
 @dataclass(frozen=True, init=False)
-class Target:
+class Target(Displayed):
     """What the hardware can do; every figure a plan is judged by comes from here.
 
     ``Target("h200")`` is one GPU from the table, ``Target("8xh100")`` one host with eight,
@@ -183,22 +184,6 @@ class Target:
     def __str__(self) -> str:
         memory = f"{units.format_bytes(self.device_bytes)} usable"
         return f"{self.name} ({memory}{' each' if self.device_count > 1 else ''})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        rows = {
-            "device memory": units.format_bytes(self.device_bytes),
-            "bfloat16": f"{self.flops_per_second('bfloat16') / 1e12:.4g} TFLOP/s",
-            "memory bandwidth": f"{self.hbm_bytes_per_second / 1e9:.4g} GB/s",
-            "host to device": f"{self.h2d_bytes_per_second / 1e9:.3g} GB/s",
-            "devices": f"{self.hosts} x {self.devices_per_host}",
-            "sources": "; ".join(self.sources),
-        }
-        cells = "".join(
-            f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items()
-        )
-        return f"<table><caption>{escape(self.name)}</caption>{cells}</table>"
 
 
 def _from_name(name: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from jaxmem import cli
+from jaxmem.commands.entry import load_entry
 from jaxmem.errors import EntryPointError
 from tests.show.samples import HOSTILE
 
 
 @pytest.mark.parametrize("entry", ["train:entry", "train.py:entry", "train:Runs.entry"])
 def test_entries_that_work(entry):
-    step, args = cli.load_entry(entry)
+    step, args = load_entry(entry)
     assert step(4) == 8
     assert args in ((1.0,), ())
 
@@ -24,7 +25,7 @@ def test_a_file_elsewhere_finds_its_neighbours(tmp_path):
     other.mkdir()
     (other / "json.py").write_text("import near\ndef entry(): return near.step, (near.x,)\n")
     (other / "near.py").write_text("x = 5\ndef step(x): return x\n")
-    step, args = cli.load_entry(f"{other}/json.py:entry")
+    step, args = load_entry(f"{other}/json.py:entry")
     assert step(*args) == 5
     assert sys.modules["json"] is json
 
@@ -34,7 +35,7 @@ def test_classes_of_a_file_can_be_found_again(tmp_path):
         "import dataclasses\n@dataclasses.dataclass\nclass State:\n    x: 'int' = 3\n"
         "def entry(): return State, ()\n"
     )
-    made, _ = cli.load_entry("state.py:entry")
+    made, _ = load_entry("state.py:entry")
     assert getattr(sys.modules[made.__module__], made.__name__) is made
 
 
@@ -63,7 +64,7 @@ def test_classes_of_a_file_can_be_found_again(tmp_path):
 )
 def test_bad_entries(entry, message):
     with pytest.raises(EntryPointError, match=message):
-        cli.load_entry(entry)
+        load_entry(entry)
 
 
 def test_a_named_tuple_is_not_a_list_of_arguments(tmp_path):
@@ -72,7 +73,7 @@ def test_a_named_tuple_is_not_a_list_of_arguments(tmp_path):
         "def entry(): return print, State(1, 2)\n"
     )
     with pytest.raises(EntryPointError, match="example_args of type State, not a plain tuple"):
-        cli.load_entry("named:entry")
+        load_entry("named:entry")
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_a_module_that_raises_shows_the_users_line(tmp_path, source, message, en
     path = tmp_path / "broken.py"
     path.write_text(source.format())
     with pytest.raises(EntryPointError) as raised:
-        cli.load_entry(entry)
+        load_entry(entry)
     assert message.format(path) in str(raised.value)
 
 
 def test_a_syntax_error_names_its_line(tmp_path):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     with pytest.raises(EntryPointError, match=r"broken.py:2: def f\(:$"):
-        cli.load_entry("broken:entry")
+        load_entry("broken:entry")
 
 
 def test_an_entry_that_raises_shows_the_users_line(capsys, tmp_path):

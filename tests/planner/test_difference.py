@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from jaxmem import policies
 from jaxmem.planner.plan import Kept, Plan, Segmented
 from tests.fitted_steps import DEEP_ARGS
 from tests.show.samples import GIB, decision, explained_plan, plan
@@ -38,7 +39,7 @@ def test_how_it_was_found_is_no_difference():
         ({"microbatches": 2}, ("microbatches", "1", "2")),
         ({"hosted": ("a", "b")}, ("arguments in host memory", "none", "a, b")),
         ({"options": (("x", "y"),)}, ("compiler options", "none", "x=y")),
-        ({"policy": "{}"}, ("policy", "none", "{}")),
+        ({"policy": policies.dots.to_json()}, ("policy", "none", "dots")),
         ({"segments": (Segmented("p", 8, (2, 4)),)}, ("segments", "none", "8 in 2 x 4")),
         ({"kept": (Kept("", 1, ("a",)),)}, ("values kept by name", "0", "1 (0 the same)")),
         ({"function": "other"}, ("function", "train_step", "other")),

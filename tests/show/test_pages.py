@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 
 from jaxmem.planner.frontier import Point
-from jaxmem.show.curve import frontier_html, frontier_text
-from jaxmem.show.reasons import diff_html, diff_text, explanation_html, explanation_text
+from jaxmem.show import shown
+from jaxmem.show.curve import frontier_html
 from jaxmem.show.terminal import bounded
 from tests.show.samples import GIB, HOSTILE, decision, explained_plan, frontier, plan
 
@@ -118,15 +118,15 @@ def other():
 
 
 def test_an_explanation():
-    assert explanation_text(explained_plan().explain(), width=100) == EXPLAINED.strip("\n")
+    assert shown.text(explained_plan().explain(), width=100) == EXPLAINED.strip("\n")
 
 
 def test_an_explanation_of_one_module():
-    assert explanation_text(explained_plan().explain("h3"), width=100) == ABOUT_H3.strip("\n")
+    assert shown.text(explained_plan().explain("h3"), width=100) == ABOUT_H3.strip("\n")
 
 
 def test_a_difference():
-    assert diff_text(plan().diff(other()), width=100) == DIFF.strip("\n")
+    assert shown.text(plan().diff(other()), width=100) == DIFF.strip("\n")
 
 
 def test_no_difference():
@@ -134,7 +134,7 @@ def test_no_difference():
 
 
 def test_different_programs_are_called_that():
-    text = diff_text(plan().diff(plan(fingerprint="g", function="step")), width=100)
+    text = shown.text(plan().diff(plan(fingerprint="g", function="step")), width=100)
     assert text.splitlines()[:2] == [
         "train_step -> step",
         "the fingerprints differ: these plans are for different programs or shapes, and values are "
@@ -143,21 +143,21 @@ def test_different_programs_are_called_that():
 
 
 def test_a_frontier():
-    assert frontier_text(frontier(), width=100) == FRONTIER.strip("\n")
+    assert shown.text(frontier(), width=100) == FRONTIER.strip("\n")
 
 
 def test_a_compiled_frontier_has_the_compilers_figures():
     points = tuple(
         dataclasses.replace(p, compiled_bytes=p.peak_bytes + GIB) for p in frontier().points
     )
-    text = frontier_text(frontier(points=points, stock=(), compiled=True), width=100)
+    text = shown.text(frontier(points=points, stock=(), compiled=True), width=100)
     assert "predicted and compiled: from 10.0GiB" in text
     assert re.search(r"10\.0GiB +11\.0GiB +125ms", text)
 
 
 def test_many_points_are_thinned_and_counted():
     points = tuple(Point((100 + n) * GIB, 1 - n / 100, 0.0, "x") for n in range(60))
-    text = frontier_text(frontier(points=points), width=100)
+    text = shown.text(frontier(points=points), width=100)
     rows = len(re.findall(r"GiB .* x$", text, re.MULTILINE))
     assert rows <= 16
     assert f"… and {60 - rows} more between" in text
@@ -189,9 +189,9 @@ def hostile():
 def test_nothing_is_wider_than_asked_and_nothing_steers(width):
     explanation, diff, curve = hostile()
     for text in (
-        explanation_text(explanation, width=width),
-        diff_text(diff, width=width),
-        frontier_text(curve, width=width),
+        shown.text(explanation, width=width),
+        shown.text(diff, width=width),
+        shown.text(curve, width=width),
     ):
         assert max(map(cell_len, text.splitlines())) <= bounded(width)
         assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f\ud800\u202e\u2066\u200f\u2028]", text) == []
@@ -222,7 +222,7 @@ class Tags(HTMLParser):
 
 def test_html_is_whole_and_escaped():
     explanation, diff, curve = hostile()
-    for html in (explanation_html(explanation), diff_html(diff), frontier_html(curve)):
+    for html in (shown.html(explanation), shown.html(diff), frontier_html(curve)):
         tags = Tags()
         tags.feed(html)
         assert tags.open == []
@@ -240,19 +240,19 @@ def test_html_says_the_same_as_the_text():
     assert re.findall(r">([ab])</text>", html) == ["a", "b"]
     assert "dots_saveable: 12.0GiB, 130ms" in html
     whole = explained_plan().explain()
-    assert whole._repr_html_() == explanation_html(whole)
+    assert whole._repr_html_() == shown.html(whole)
     for reason in whole.reasons:
-        assert reason.why in explanation_html(whole)
+        assert reason.why in shown.html(whole)
     diff = plan().diff(other())
-    assert diff._repr_html_() == diff_html(diff)
-    assert "recompute 2 of 16 -&gt; keep" in diff_html(diff)
-    assert "no difference" in diff_html(plan().diff(plan()))
+    assert diff._repr_html_() == shown.html(diff)
+    assert "recompute 2 of 16 -&gt; keep" in shown.html(diff)
+    assert "no difference" in shown.html(plan().diff(plan()))
 
 
 def test_str_is_the_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     whole = explained_plan().explain()
-    assert str(whole) == explanation_text(whole, width=80)
-    assert str(frontier()) == frontier_text(frontier(), width=80)
+    assert str(whole) == shown.text(whole, width=80)
+    assert str(frontier()) == shown.text(frontier(), width=80)
     diff = plan().diff(other())
-    assert str(diff) == diff_text(diff, width=80)
+    assert str(diff) == shown.text(diff, width=80)

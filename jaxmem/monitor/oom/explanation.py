@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxmem.displayed import Displayed
 from jaxmem.monitor.figures import DeviceMemory, Figure, HostMemory
 from jaxmem.monitor.holders import Holding
 from jaxmem.monitor.oom.texts import ReportedBuffer, Where
@@ -42,7 +43,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Displayed):
     """Why memory ran out.
 
     Attributes:
@@ -148,16 +149,6 @@ class Explanation:
         lines += [f"  {n}. {fix}" for n, fix in enumerate(self.fixes, 1)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        from jaxmem.show.memory import explanation_text
-
-        return explanation_text(self)
-
-    def _repr_html_(self) -> str:
-        from jaxmem.show.memory import explanation_html
-
-        return explanation_html(self)
 
 
 def _count(holding: Holding) -> str:
