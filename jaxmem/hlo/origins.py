@@ -10,7 +10,7 @@ from pathlib import Path
 import jaxmem.hlo
 from jaxmem import _compat
 from jaxmem.hlo.module import Frame, Instruction
-from jaxmem.hlo.schedule import Place, Schedule, body_of
+from jaxmem.hlo.schedule import Place, Schedule, body_of, places
 
 _OURS = str(Path(jaxmem.hlo.__file__).parent.parent)
 # What moves or repeats numbers and makes none.
@@ -34,6 +34,7 @@ class Made:
         copied: whether it is a copy of what the rest says.
         derived: whether it is computed from what the rest says, and from nothing else of its size;
             the compiler does not say by which line.
+        read: whether the rest says what reads it: it is made of constants alone, by no line.
     """
 
     op_name: str
@@ -41,6 +42,7 @@ class Made:
     parameter: int = -1
     copied: bool = False
     derived: bool = False
+    read: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -71,13 +73,23 @@ class Origins:
     def of(self, place: Place) -> Made:
         """Where a value comes from that is made, or handed on, at a place."""
         if place not in self._made:
-            self._made[place] = next(
-                (found for found in self._followed(place) if found.is_known), self._named(place)
-            )
+            found = next((f for f in self._followed(place) if f.is_known), None)
+            self._made[place] = found or self._by_readers(place)
         return self._made[place]
 
-    def _named(self, place: Place) -> Made:
-        return Made(self._module.instructions[place[0]].op_name, None)
+    def _by_readers(self, place: Place) -> Made:
+        """What the first instruction that reads a value says of itself."""
+        one = self._module.instructions[place[0]]
+        schedule = self._schedule
+        readers = (
+            r for ident, _ in places(schedule, place) for r in schedule.readers.get(ident, ())
+        )
+        for reader in sorted(set(readers), key=lambda r: schedule.at[r.id]):
+            index = (0,) if reader.shape.parts else ()
+            found = self._own(reader, index)
+            if found.line is not None:
+                return Made(found.op_name, found.line, read=True)
+        return Made(one.op_name, None)
 
     def _followed(self, place: Place) -> Iterator[Made]:
         """What is known at a place, then at what it is copied from or is handed on from."""

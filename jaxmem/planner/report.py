@@ -41,7 +41,7 @@ class Buffer:
             for others.
         source: ``file.py:line (function)`` of the user's own line, ``""`` if there is none. Where
             the compiler says no line, and only moved a value or computed from it alone, that of
-            this value, and the name says so.
+            this value; of what is made of constants alone that of what reads it. The name says so.
         module: module path from the name stack.
         checkpoint_name: name given by ``checkpoint_name``, or ``""``.
         primitive: the operation that makes it, ``""`` for arguments.

@@ -272,7 +272,9 @@ class _Reading:
         one = self.schedule.module.instructions[ident]
         shape = one.shape.at(index)
         path = self.argument(made.parameter) if made.parameter >= 0 else ""
-        crosses = not told.is_backward and self.turn is not None and self.waits(life)
+        crosses = (
+            not (told.is_backward and not made.read) and self.turn is not None and self.waits(life)
+        )
         name = self.known.checkpoint_name(told.source, told.primitive)
         return Buffer(
             name=self._called(one.opcode, one.name, index, made, told, path, name),
@@ -303,7 +305,13 @@ class _Reading:
         def says(item: tuple[Made, Slice]) -> tuple[bool, bool, bool, bool, int]:
             made, piece = item
             at = self.schedule.at.get(piece.made[0], 0)
-            return made.line is not None, not made.derived, not made.copied, made.is_known, at
+            return (
+                made.line is not None,
+                not (made.derived or made.read),
+                not made.copied,
+                made.is_known,
+                at,
+            )
 
         made, piece = max(found, key=says)
         return piece, made
@@ -320,6 +328,8 @@ class _Reading:
     ) -> str:
         if not made.is_known:
             return f"compiler's {instruction}"
+        if made.read:
+            return f"compiler's {instruction}, for {told.primitive}"
         if made.derived:
             return f"compiler's {instruction}, from {path or told.primitive}"
         if path:
