@@ -2,12 +2,11 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.planner.report import Buffer
 from jaxmem.show.page.data import KIND_FIELDS, TEXT_LIMIT, json_text, page_data, report_data
 from jaxmem.show.rows import clean, type_text
 from tests.show.samples import GIB, HOSTILE, buffer, frontier, plan, report
@@ -111,17 +110,9 @@ def test_an_empty_program_is_one_operation_of_its_peak():
     assert stacked(report_data("x", kept, None)) == [3]
 
 
-@dataclass(frozen=True)
-class Placed(Buffer):
-    """A buffer that says in which memory it is."""
-
-    memory: str = "device"
-
-
 def test_what_is_in_host_memory_is_not_drawn_and_a_note_says_so():
     here, away = (
-        Placed(**asdict(buffer(3 * GIB, "argument", end=11)), memory=memory)
-        for memory in ("device", "host")
+        replace(buffer(3 * GIB, "argument", end=11), memory=memory) for memory in ("device", "host")
     )
     shown = report(buffers=(here, away), timeline=(3 * GIB,) * 12)
     data = report_data("x", shown, None)
