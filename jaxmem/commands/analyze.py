@@ -14,7 +14,7 @@ def add(parser: ArgumentParser) -> None:
     """Declare the options."""
     entry.add(parser)
     entry.add_target(parser)
-    output.add_output(parser, ".json")
+    output.add_output(parser, ".html", ".json", ".csv", ".trace.json")
 
 
 def run(options: Namespace) -> int:
@@ -25,5 +25,11 @@ def run(options: Namespace) -> int:
     step, args = entry.asked(options, target=options.target)
     with progress(None, f"analyzing {options.entry}"), entry.users_errors(options.entry):
         report = jaxmem.analyze(step, *args, target=options.target)
-    output.give(report, options, {".json": output.text_writer(report.to_json)})
+    writers = {
+        ".html": report.to_html,
+        ".json": output.text_writer(report.to_json),
+        ".csv": report.to_csv,
+        ".trace.json": report.to_trace,
+    }
+    output.give(report, options, writers)
     return exits.FITS if report.compiled_bytes <= report.device_bytes else exits.DOES_NOT_FIT

@@ -14,7 +14,7 @@ def add(parser: ArgumentParser) -> None:
     """Declare the options."""
     entry.add(parser)
     entry.add_target(parser)
-    output.add_output(parser, ".json")
+    output.add_output(parser, ".html", ".json", ".csv")
 
 
 def run(options: Namespace) -> int:
@@ -23,5 +23,10 @@ def run(options: Namespace) -> int:
     step, args = entry.asked(options, target=options.target)
     with entry.users_errors(options.entry):
         curve = jaxmem.frontier(step, *args, target=options.target)
-    output.give(curve, options, {".json": output.text_writer(curve.to_json)})
+    writers = {
+        ".html": curve.to_html,
+        ".json": output.text_writer(curve.to_json),
+        ".csv": curve.to_csv,
+    }
+    output.give(curve, options, writers)
     return exits.FITS if curve.points[0].peak_bytes <= curve.device_bytes else exits.DOES_NOT_FIT

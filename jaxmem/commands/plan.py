@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import jaxmem
 from jaxmem.commands import entry, exits, output, platform
@@ -15,7 +16,7 @@ def add(parser: ArgumentParser) -> None:
     entry.add(parser)
     entry.add_target(parser)
     add_budget(parser)
-    output.add_output(parser, ".json")
+    output.add_output(parser, ".html", ".json", ".csv")
 
 
 def add_budget(parser: ArgumentParser) -> None:
@@ -33,5 +34,17 @@ def run(options: Namespace) -> int:
     step, args = entry.asked(options, budget=options.budget, target=options.target)
     with entry.users_errors(options.entry):
         plan = jaxmem.plan(step, *args, budget=options.budget, target=options.target)
-    output.give(plan, options, {".json": plan.save})
+
+    def page(path: Path) -> None:
+        """The planned step, beside the step as written unless that is fitted already."""
+        is_fitted, before = hasattr(step, "report"), None
+        with entry.users_errors(options.entry):
+            asked = {"budget": options.budget, "target": options.target}
+            fitted = step if is_fitted else jaxmem.fit(step, plan=plan, **asked)
+            report = fitted.report(*args)  # pyright: ignore[reportFunctionMemberAccess]
+            if not is_fitted:
+                before = jaxmem.analyze(step, *args, target=options.target)
+        report.to_html(path, plan=plan, before=before)
+
+    output.give(plan, options, {".html": page, ".json": plan.save, ".csv": plan.to_csv})
     return exits.FITS if plan.compiled_bytes <= plan.budget_bytes else exits.DOES_NOT_FIT

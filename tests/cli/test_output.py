@@ -87,8 +87,11 @@ def test_ctrl_c_while_the_module_is_imported(workplace):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("plan.txt", "'plan.txt' does not say what to write: its suffix must be .json"),
-        ("plan", "its suffix must be .json"),
+        (
+            "plan.txt",
+            "'plan.txt' does not say what to write: its suffix must be .html or .json or .csv",
+        ),
+        ("plan", "its suffix must be .html or .json or .csv"),
         ("no/such/plan.json", "'no/such/plan.json' is not a file in an existing directory"),
         ("/proc/plan.json", "'/proc/plan.json': No such file or directory"),
     ],
