@@ -54,6 +54,7 @@ OWN_TEST = {
     "A state over several devices",
     "Checkpoints",
     "Command line",
+    "Notebooks",
     "Policies",
     "Watching memory",
     "When it runs out",

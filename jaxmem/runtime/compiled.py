@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
 
 import jax
 
@@ -17,7 +16,7 @@ from jaxmem.hlo.origins import Made, Origins
 from jaxmem.hlo.schedule import Place, Schedule, places, scheduled
 from jaxmem.hlo.serialized import buffer_assignment
 from jaxmem.planner.report import Buffer, MemoryReport
-from jaxmem.program.source import module_path
+from jaxmem.program.source import file_name, module_path
 from jaxmem.runtime.fusing import fusion_report
 from jaxmem.runtime.known import NOTHING, Known
 from jaxmem.targets.compiling import CompiledMemory, read_memory
@@ -157,7 +156,7 @@ def _names(op_name: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=65536)
 def _described(line: Frame | None, op_name: str) -> Described:
-    source = f"{PurePath(line.file).name}:{line.line} ({line.function})" if line else ""
+    source = f"{file_name(line.file)}:{line.line} ({line.function})" if line else ""
     return Described(source, *_names(op_name), op_name)
 
 

@@ -265,7 +265,7 @@ def test_what_fails_before_any_update_leaves_the_state_as_it_was(monkeypatch, de
     state = deep.placed()
     before = [np.array(a) for a in jax.tree.leaves(on_device(state))]
     failing(monkeypatch, {1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+    with pytest.raises(jaxmem.DeviceOutOfMemoryError, match="RESOURCE_EXHAUSTED"):
         deep.run(state, ROWS)
     monkeypatch.undo()
     assert not any(a.is_deleted() for a in jax.tree.leaves(state))
