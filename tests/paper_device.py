@@ -107,6 +107,8 @@ class Buffer:
 @dataclasses.dataclass(frozen=True)
 class Place:
     memory_kind: str
+    # Whoever copies is on paper as well, and asks for none.
+    addressable_devices: frozenset[Any] = frozenset()
 
     def with_memory_kind(self, kind: str) -> Place:
         return Place(kind)
