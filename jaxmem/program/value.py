@@ -91,6 +91,7 @@ def aval_bytes(aval: Any) -> int:
 def stacked(aval: Any, length: int) -> Any:
     """The aval of ``length`` rows of ``aval``; where types say how rows lie on a mesh, so do these.
 
+    >>> import jax
     >>> stacked(jax.core.ShapedArray((3,), "float32"), 2).shape
     (2, 3)
     """

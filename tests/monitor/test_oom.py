@@ -13,8 +13,8 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import ArgumentError, DeviceOutOfMemoryError, StepInterruptedError
-from jaxmem.monitor import figures
-from jaxmem.monitor.oom import failed
+from jaxmem.monitor import arrays, figures
+from jaxmem.monitor.oom import explain, failed
 from jaxmem.monitor.oom.explanation import Explanation
 from jaxmem.runtime.step import Step
 from jaxmem.units import MIB
@@ -44,8 +44,16 @@ def exhausted() -> Exception:
 
 @pytest.fixture
 def limited(monkeypatch):
-    """The device says that it has 16 MiB, in place of what this one has."""
+    """The device says that it has 16 MiB, and holds nothing that other tests left alive."""
     limit = 16 * MIB
+    before = arrays.alive()  # Kept, so that no new array gets the identity of an old one.
+    old, alive = set(map(id, before)), arrays.alive
+
+    def since() -> list[Any]:
+        return [array for array in alive() if id(array) not in old]
+
+    for module in (arrays, explain):
+        monkeypatch.setattr(module, "alive", since)
     monkeypatch.setattr(
         figures, "stats_of", lambda d: {**paper_limit.stats(d), "bytes_limit": limit}
     )
