@@ -79,7 +79,7 @@ def test_the_timeline_is_what_the_buffers_add_up_to(executable):
 
 
 def test_what_a_loop_stacks_is_named_by_the_line_that_makes_it():
-    jax.clear_caches()  # JAX names the first line that ever traced a function of jnp in these shapes.
+    jax.clear_caches()  # JAX names the line that first traced a function of jnp in these shapes.
 
     def step(w, x):
         def layer(x, w):
