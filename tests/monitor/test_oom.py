@@ -61,18 +61,20 @@ def limited(monkeypatch):
 
 
 @pytest.fixture
-def failing(monkeypatch):
+def failing():
     """The next run of a compiled step fails as it does on a device that is full."""
+    patch = pytest.MonkeyPatch()
+    failing_refs: list[Any] = []
 
     def run(self: Step, call: Any) -> Any:
         arrays = [jnp.ones((33, 33))]  # What a frame of ours would keep.
         failing_refs.append(weakref.ref(arrays[0]))
-        monkeypatch.undo()
+        patch.undo()
         raise exhausted()
 
-    failing_refs: list[Any] = []
-    monkeypatch.setattr(Step, "__call__", paper_limit.of_a_library(run))
-    return failing_refs
+    patch.setattr(Step, "__call__", paper_limit.of_a_library(run))
+    yield failing_refs
+    patch.undo()
 
 
 # --- eager ---------------------------------------------------------------------------------------
