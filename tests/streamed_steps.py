@@ -51,6 +51,13 @@ OPTIMIZERS = {
     "only if finite": optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
     "several steps": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2),
 }
+# All of them on one Python; on the other those that differ most in how they are cut.
+SPREAD = [
+    name
+    if name in {"adam", "clipped twice", "several", "muon"}
+    else pytest.param(name, marks=pytest.mark.wide)
+    for name in OPTIMIZERS
+]
 
 
 def net(params, x):

@@ -165,6 +165,7 @@ def test_unrolled_layers_are_off_the_device():
     assert abs(memory.temp_bytes - simulation.temp_bytes - more) <= 0.02 * plain
 
 
+@pytest.mark.wide
 def test_scanned_layers_are_off_the_device():
     """XLA transposes a stacked result here, with and without offload: the difference counts."""
     traced, search = transformer(True)

@@ -21,6 +21,7 @@ from tests.streamed_steps import (
     LAYERS,
     MIB,
     OPTIMIZERS,
+    SPREAD,
     WIDTH,
     X,
     fitted,
