@@ -86,6 +86,7 @@ def test_with_all_the_memory_no_time_is_lost(found: Search):
     assert solution.seconds <= 1.01 * found.keep_all.seconds
 
 
+@pytest.mark.wide
 def test_below_the_smallest_there_is_nothing(found: Search):
     smallest = found.smallest()
     assert found.smallest_first()[0].temp_bytes <= smallest.temp_bytes

@@ -29,6 +29,7 @@ def test_or_is_the_larger_and_the_smaller_not_the_other_end(a, b, value):
     assert (~a).decide(value) == ~a.decide(value)
 
 
+@pytest.mark.wide
 @given(any_policy, any_policy, any_policy, facts)
 def test_lattice_laws(a, b, c, value):
     agree(a | (b & c), (a | b) & (a | c), value)

@@ -21,7 +21,6 @@ from tests.streamed_steps import (
     LAYERS,
     MIB,
     OPTIMIZERS,
-    SPREAD,
     WIDTH,
     X,
     fitted,
@@ -37,7 +36,13 @@ pytestmark = pytest.mark.default_code
 
 ADAM = OPTIMIZERS["adam"]
 # One of each kind of cut; tests/program/test_cut.py has all of them.
-SOME = ("adam", "clipped twice", "several", "adafactor", "muon", "noise", "only if finite")
+SOME = [
+    *("adam", "clipped twice", "several", "muon"),
+    *(
+        pytest.param(name, marks=pytest.mark.wide)
+        for name in ("adafactor", "noise", "only if finite")
+    ),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
