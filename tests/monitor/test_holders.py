@@ -150,6 +150,31 @@ def test_cycles_and_hostile_names_are_no_problem():
     assert holding.count == 1
 
 
+class Outside:
+    """As a proxy of what is only there while a request is handled."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+    def __getattr__(self, name: str):
+        raise RuntimeError("outside of a request")
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+OUTSIDE = [Outside(), {Unprintable(): Outside()}]
+
+
+def test_objects_that_cannot_be_looked_into_are_no_problem():
+    mine = [array(8)]
+    assert held(mine[0])[0].name == "mine[0]"
+    assert OUTSIDE
+
+
 def test_looking_ends_in_time():
     many = [{"n": n, "more": [n]} for n in range(60_000)]
     hidden = many[-1]["more"]

@@ -16,7 +16,7 @@ import pytest
 
 import jaxmem
 from jaxmem.errors import ArgumentError, MissingExtraError, TrackError
-from jaxmem.monitor import duty, figures, marks, track
+from jaxmem.monitor import duty, figures, marks, published, track
 from jaxmem.monitor.arrays import live_now
 from jaxmem.monitor.figures import Figure
 from jaxmem.monitor.sampling import SAMPLER, Sampler
@@ -172,6 +172,36 @@ def test_the_sampler_rests_when_nothing_is_tracked(monkeypatch):
     sampler.remove(watcher)
 
 
+def test_who_looks_rarely_does_not_keep_others_from_looking_often():
+    sampler, often = Sampler(), threading.Event()
+
+    class Watcher:
+        def __init__(self, every: float, enough: int):
+            self.every, self.enough, self.times = every, enough, 0
+
+        def look(self, devices: Any, host: Any) -> None:
+            self.times += 1
+            if self.times == self.enough:
+                often.set()
+
+    rare, frequent = Watcher(1e12, -1), Watcher(0.001, 5)
+    sampler.add(rare)
+    until = time.monotonic() + 20
+    while not rare.times and time.monotonic() < until:
+        time.sleep(0.001)
+    sampler.add(frequent)
+    assert often.wait(60)
+    for _ in range(3):  # Begun anew it is not looked at any sooner.
+        sampler.remove(rare)
+        sampler.add(rare)
+    often.clear()
+    frequent.enough = frequent.times + 3
+    assert often.wait(60)
+    sampler.remove(rare)
+    sampler.remove(frequent)
+    assert rare.times == 1
+
+
 def test_looking_does_not_start_jax():
     code = (
         "import jaxmem, time\nfrom jaxmem import _compat\n"
@@ -202,7 +232,8 @@ def test_a_tracked_function_is_like_the_function():
         def area(self, by):
             return self.size * by
 
-    assert Thing().area(3) == 12
+    thing = Thing()
+    assert thing.area(3) == 12 and thing.area.track.calls == 1
 
 
 def test_a_fitted_step_keeps_its_methods():
@@ -246,6 +277,8 @@ def test_an_exception_passes_and_ends_it():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: jaxmem.track("x", jsonl=5), "jsonl=5.*: it takes the name of a file"),
+        (lambda: jaxmem.track(dict), "dict is a class.*: decorate those of its methods"),
         (lambda: jaxmem.track(5), r"track\(5\): it takes a name"),
         (lambda: jaxmem.track("x", every=0), "every is 0: it takes a number of seconds above 0"),
         (lambda: jaxmem.track("x", every=float("nan")), "every is nan"),
@@ -304,6 +337,38 @@ def test_a_disk_that_fills_up_ends_the_samples_and_not_the_run(tmp_path):
     with t:
         pass
     assert any("No space left on device" in note for note in t.summary().notes)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("closed"), TypeError(), KeyError("tag")])
+def test_a_writer_that_fails_ends_the_samples_and_not_the_run(error: Exception):
+    class Failing:
+        def add_scalar(self, *args: Any) -> None:
+            raise error
+
+    with jaxmem.track("x", tensorboard=Failing(), every=0.001, publish=False) as t:
+        t.point("here")
+    told = f"samples are no longer written: {str(error) or type(error).__name__}"
+    assert told in t.summary().notes
+
+
+def test_threads_that_publish_at_once_do_not_disturb_each_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
+    trackers = [jaxmem.track(f"t{n}", every=100.0) for n in range(8)]
+    problems: list[str] = []
+
+    def run(tracker: Any) -> None:
+        with tracker:
+            for _ in range(100):
+                tracker.point("here")
+                problems.append(published.PUBLISHER.problem)
+
+    threads = [threading.Thread(target=run, args=(t,)) for t in trackers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(problems) == {""}
+    assert published.of_process(os.getpid()).alive
 
 
 def test_a_writer_for_tensorboard_gets_scalars_named_by_what_they_are(monkeypatch):
