@@ -286,8 +286,8 @@ class Tracked:
             raise ArgumentError(f"track decorates functions, got {type(fun).__name__}: {fun!r}")
         if isinstance(fun, type):
             raise ArgumentError(
-                f"track decorates functions, and {fun.__name__} is a class, which would be none any "
-                "more: decorate those of its methods that are to be tracked."
+                f"track decorates functions, and {fun.__name__} is a class, which would not be one "
+                "any more: decorate those of its methods that are to be tracked."
             )
         made = "coroutine" if inspect.iscoroutinefunction(fun) else "generator"
         if made == "coroutine" or inspect.isgeneratorfunction(fun):

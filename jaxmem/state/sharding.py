@@ -56,8 +56,8 @@ def shard(
         split them, and large ones that no rule is for, are named by ``warnings.warn`` as well.
 
     Raises:
-        ShardingError: ``mesh`` is none, a leaf is no array; an axis or a rule does not exist, a spec does not fit its leaf, a pattern
-            matches nothing.
+        ShardingError: ``mesh`` is none, or a leaf is no array; an axis or a rule does not exist, a
+            spec does not fit its leaf, a pattern matches nothing.
 
     Rules are named after ZeRO (Rajbhandari et al., arXiv:1910.02054) and PyTorch's FSDP.
 
