@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import processes
+from jaxmem.planning import Planning
 from jaxmem.runtime import agreed
 from tests import cluster
 
@@ -134,16 +135,16 @@ def main(directory: Path) -> None:
     print("the same errors on all processes: holds")
 
     # Two that came to different plans run that of process 0.
-    decide, calls = jaxmem.fitted.FittedStep._decide, []
+    decide, calls = Planning.decide, []
 
-    def differing(self, call, target, budget, host, given):
+    def differing(self, call, traced, target, budget, host, given):
         calls.append(given)
         lower = written if given is not None or me == 0 else smaller
-        return decide(self, call, target, lower, host, given)
+        return decide(self, call, traced, target, lower, host, given)
 
     written = fit(data, "zero3").plan(first_state(), X).compiled_bytes
     smaller = small_budget(data, "zero3")
-    jaxmem.fitted.FittedStep._decide = differing
+    Planning.decide = differing
     fitted = fit(data, "zero3", budget=written)
     same(plain(first_state(), X), fitted(first_state(), X))
     plans = processes.meet("compare plans", 20).exchange(
@@ -153,7 +154,7 @@ def main(directory: Path) -> None:
     assert calls[0] is None, calls
     assert calls[1] is not None, calls
     assert jaxmem.Plan.from_json(plans[0]).kept == jaxmem.Plan.from_json(plans[1]).kept
-    jaxmem.fitted.FittedStep._decide = decide
+    Planning.decide = decide
     print("one plan where they differ: holds")
 
     alone = jaxmem.fit(step, progress=False)

@@ -61,8 +61,9 @@ def preempted(step: int) -> bool:
     >>> step
     2
     """
+    given: Any = None if isinstance(step, bool) else step
     try:
-        step = operator.index(None if isinstance(step, bool) else step)
+        step = operator.index(given)
     except TypeError as error:
         raise ArgumentError(f"step={step!r}: give the number of the step.") from error
     if processes.several():
