@@ -213,6 +213,10 @@ class FittedStep(Displayed):
         """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
         return self if instance is None else BoundStep(self, instance)
 
+    def __deepcopy__(self, memo: Any) -> FittedStep:
+        """Itself, as of functions and of what ``jax.jit`` makes."""
+        return self
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s.
 

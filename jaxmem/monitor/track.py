@@ -311,6 +311,10 @@ class Tracked:
         """As a method it gets the instance first; a bound method has ``.track`` as well."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def __deepcopy__(self, memo: Any) -> Tracked:
+        """Itself, as of functions."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":
             raise AttributeError(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -229,6 +230,8 @@ def test_a_fitted_step_keeps_its_methods():
 
     assert step(jnp.ones(3))[0] == 2
     assert step.plan(jnp.ones(3)).solver == "keep-all"
+    assert copy.deepcopy({"step": step})["step"] is step
+    assert copy.deepcopy(step.__wrapped__) is step.__wrapped__
     with pytest.raises(AttributeError, match="no_such"):
         step.no_such  # noqa: B018
 
