@@ -16,20 +16,21 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from models.gpt import GPT, GPTConfig
+from train_distributed import first_state, make_train_step
 
 import jaxmem
-from examples.models.gpt import GPT, GPTConfig
 from jaxmem.units import format_bytes
 
 TARGET, MOST_BYTES, MOST_SECONDS = "8x8xh100", 80e9, 300.0
@@ -54,39 +55,16 @@ TENSOR = {
 }
 
 
-def make() -> tuple[Callable[..., Any], nnx.State]:
-    """The train step, and the shapes of its state."""
-
-    def objects() -> tuple[GPT, nnx.Optimizer]:
-        model = GPT(CONFIG, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
-
-    graph, shapes = nnx.split(nnx.eval_shape(objects))
-
-    def train_step(state: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
-        model, optimizer = nnx.merge(graph, state)
-
-        def loss_fn(model: GPT) -> jax.Array:
-            logits = model(tokens[:, :-1]).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        loss, gradients = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, gradients)
-        return nnx.state((model, optimizer)), loss
-
-    return train_step, shapes
-
-
 def planned(budget: str) -> dict[str, Any]:
     """One plan, in a process that has compiled nothing."""
-    step, shapes = make()
+    shapes = nnx.eval_shape(lambda: first_state(CONFIG))
     mesh = AbstractMesh((8, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     tokens = jax.ShapeDtypeStruct((BATCH, CONFIG.sequence + 1), jnp.int32)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(parameters_of)))
     jax.clear_caches()
     started = time.perf_counter()
     plan = jaxmem.fit(
-        step,
+        make_train_step(CONFIG),
         budget=budget,
         target=TARGET,
         mesh=mesh,

@@ -14,6 +14,7 @@ import jax
 import jax.extend.core.primitives
 from jax._src import (
     ad_checkpoint,
+    api_util,
     config,
     distributed,
     hardware_utils,
@@ -286,6 +287,14 @@ def jit_donated_arguments(fun: Any) -> tuple[int, ...]:
 def is_jitted(fun: Any) -> bool:
     """Whether ``fun`` is the result of ``jax.jit``."""
     return isinstance(fun, jax.stages.Wrapped) and hasattr(fun, "_jit_info")
+
+
+def not_finite(error: BaseException) -> str:
+    """``"nan"`` or ``"inf"`` where ``jax_debug_nans`` or ``jax_debug_infs`` found one; else ``""``.
+
+    What ``jax.jit`` makes a ``FloatingPointError`` of comes out of a compiled program as it is.
+    """
+    return error.ty if isinstance(error, api_util.InternalFloatingPointError) else ""
 
 
 # --- compiling for absent GPUs -----------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.fitted import Budget, FittedStep, fitted
+from jaxmem.fitted import FittedStep, fitted
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.planning import Budget
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.calling import Caller

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmem.errors import ArgumentError
-from jaxmem.fitted import Budget, FittedStep, fitted
+from jaxmem.fitted import FittedStep, fitted
+from jaxmem.planning import Budget
 from jaxmem.program import nnx
 from jaxmem.program.calling import Traced
 from jaxmem.program.ir import Hosting
@@ -71,7 +72,7 @@ def bench(
 
 
 def _of_step(step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Benchmark:
-    target = step._target()
+    target = step._planning.target
     with nnx.context((args, kwargs)):
         call = step._take(args, kwargs)
         with step._tracing(call):
@@ -84,7 +85,7 @@ def _of_step(step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     "this one updates leaves in host memory piece by piece (host=). Time its "
                     "calls, or use .profile(...) of the fitted step."
                 )
-            telling = show_progress(step._progress, f"timing {outcome.plan.function}")
+            telling = show_progress(step._planning.progress, f"timing {outcome.plan.function}")
             with telling as report, tracing_for(target):
                 written = _written(step, call, traced, outcome)
                 report("compiling the step as written")

@@ -7,8 +7,9 @@ from typing import Any, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxmem.fitted import Budget, FittedStep, Verify
+from jaxmem.fitted import FittedStep
 from jaxmem.planner.plan import Plan
+from jaxmem.planning import Budget, Verify
 from jaxmem.policies import Policy
 from jaxmem.program.microbatches import Auto
 from jaxmem.runtime.progress import Report

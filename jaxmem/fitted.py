@@ -1,55 +1,43 @@
-"""A fitted step: trace, plan, rewrite, compile, check, run. The whole way on one page."""
+"""A fitted step: it is called like the step as written, and plans for each new signature."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxmem import processes
+from jaxmem import _compat
 from jaxmem.displayed import Displayed
-from jaxmem.errors import ArgumentError, PlanMismatchError
+from jaxmem.errors import ArgumentError
 from jaxmem.monitor.oom.failed import Fitted, out_of_memory
 from jaxmem.monitor.oom.steps import MOST_SEARCH_SECONDS
-from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
+from jaxmem.planning import Budget, Planning, Verify
 from jaxmem.policies import Policy
 from jaxmem.program import nnx
 from jaxmem.program.call import Call, differ_only_in_memory
 from jaxmem.program.calling import Caller, Traced
-from jaxmem.program.microbatches import AUTO, Auto, standing_for
-from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
+from jaxmem.program.microbatches import Auto, standing_for
 from jaxmem.runtime.analysis import report_on
-from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns, on_device
-from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.bound import BoundStep, refuse_settings
-from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import asked_host_budget, check_host_budget
-from jaxmem.runtime.options import as_python, check_options
+from jaxmem.runtime.options import as_python
 from jaxmem.runtime.profile import StepProfile, profiled
-from jaxmem.runtime.progress import Report, progress
+from jaxmem.runtime.progress import Report
 from jaxmem.runtime.repeated import Repeats
 from jaxmem.runtime.step import Step, inputs, rebuilding
 from jaxmem.runtime.tries import Outcome
 from jaxmem.state import automatic, meshed
 from jaxmem.state.placement import place
-from jaxmem.targets.compiling import usable_bytes
 from jaxmem.targets.target import Target
-from jaxmem.targets.topology import tracing_for
-from jaxmem.units import check_budget, format_bytes, parse_budget
-
-Budget = int | str | None
-Verify = bool | Literal["full"]
 
 
 class FittedStep(Displayed):
@@ -76,22 +64,16 @@ class FittedStep(Displayed):
     ):
         self._settings = {n: v for n, v in locals().items() if n not in ("self", "fun")}
         functools.update_wrapper(self, fun, updated=())
-        check_options(verify, plan, policy, measure, time_limit)
         if isinstance(fun, FittedStep):
             raise ArgumentError(f"{fun._caller.name} is fitted already: fit it once.")
         self._written = fun
         self._caller = Caller(fun, donate_argnums, static_argnums)
-        self._budget, self._wanted_target = budget, target
-        self._verify, self._progress, self._given = verify, progress, plan
-        self._policy, self._measure, self._time_limit = policy, measure, time_limit
-        check_budget(budget)
-        check_host_budget(host_budget)
-        self._host_budget, self._host = host_budget, check_patterns(host, plan, measure)
-        if target is not None:
-            Target.resolve(target)
+        elsewhere = ("donate_argnums", "static_argnums", "mesh", "shard")
+        asked = {n: v for n, v in self._settings.items() if n not in elsewhere}
+        self._planning = Planning.checked(self._caller, **asked)
         self._ways = automatic.ways(shard)
         first = list(self._ways[0].rules) if self._ways else shard
-        waits = bool(self._host) or plan is not None
+        waits = bool(self._planning.hosts) or plan is not None
         self._meshed = meshed.make(self._caller, mesh, first, target, host=waits)
         if measure and self._meshed is not None:
             self._meshed.check_can_run()
@@ -99,7 +81,7 @@ class FittedStep(Displayed):
         self._outcomes: dict[Hashable, Outcome] = {}
         self._steps: dict[Hashable, Step] = {}
         self._repeats = Repeats(self._caller)
-        self._planning = threading.RLock()
+        self._one_at_a_time = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call for new shapes plans and compiles it.
@@ -109,6 +91,14 @@ class FittedStep(Displayed):
         try:
             return self._run(args, kwargs)
         except Exception as error:
+            found = _compat.not_finite(error)
+            if found:
+                name = self._caller.name
+                raise FloatingPointError(
+                    f"invalid value ({found}) encountered in the results of {name}. "
+                    f"jax.jit({name}.__wrapped__) says which operation it comes from, given the "
+                    "same arguments, as long as they were not donated."
+                ) from error
             failed = out_of_memory(error, functools.partial(self._told, args, kwargs))
             if failed is None:
                 raise
@@ -163,7 +153,7 @@ class FittedStep(Displayed):
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Settle how the state is split, for these arguments and all that come later."""
-        with self._planning:
+        with self._one_at_a_time:
             if not self._ways:
                 return
 
@@ -171,7 +161,10 @@ class FittedStep(Displayed):
                 step = copy.copy(self)
                 step._meshed = self._meshed and self._meshed.ruled_by(list(way.rules))
                 step._ways, step._traced, step._outcomes = (), {}, {}
-                step._time_limit = self._time_limit and self._time_limit / len(self._ways)
+                limit = self._planning.time_limit
+                step._planning = replace(
+                    self._planning, time_limit=limit and limit / len(self._ways)
+                )
                 return step, step.plan(*args, **kwargs)
 
             chosen, note = automatic.choose(self._caller.name, self._ways, planned)
@@ -194,7 +187,8 @@ class FittedStep(Displayed):
 
         A step gives them back in host memory, wherever they were when it was planned.
         """
-        for key, outcome in self._outcomes.items():
+        # Another thread may be planning for other arguments.
+        for key, outcome in list(self._outcomes.items()):
             first = len(self._traced[key].program.consts)
             hosted = frozenset(n - first for n in outcome.hosting.inputs)
             if hosted and differ_only_in_memory(call.key, key, hosted):
@@ -203,14 +197,14 @@ class FittedStep(Displayed):
 
     def _make(self, call: Call) -> Step:
         """The step for a new signature; other threads that ask for it wait."""
-        with self._planning:
+        with self._one_at_a_time:
             step = self._steps.get(call.key)
             if step is None:
                 if self._meshed is not None:
                     self._meshed.check_can_run()
                 inputs(self._trace(call).program, call)
                 step = Step.make(*self._fit(call))
-                if self._verify == "full":
+                if self._planning.verify == "full":
                     step.check_against_plain(call)
                 self._steps[call.key] = step
             return step
@@ -218,6 +212,10 @@ class FittedStep(Displayed):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method the step gets the instance first, as functions under ``jax.jit`` do."""
         return self if instance is None else BoundStep(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> FittedStep:
+        """Itself, as of functions and of what ``jax.jit`` makes."""
+        return self
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays or ``ShapeDtypeStruct``s.
@@ -229,7 +227,7 @@ class FittedStep(Displayed):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans that were made so far, one for each signature."""
-        return tuple(outcome.plan for outcome in self._outcomes.values())
+        return tuple(outcome.plan for outcome in list(self._outcomes.values()))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """JAX's lowered object of the planned program, for the target, as ``jax.jit`` gives it.
@@ -246,7 +244,7 @@ class FittedStep(Displayed):
         """
         traced, outcome = self._planned(args, kwargs)
         program = outcome.program(traced.program)
-        return report_on(program, self._target(), outcome.block, outcome.compiled)
+        return report_on(program, self._planning.target, outcome.block, outcome.compiled)
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, StepProfile]:
         """Run one step and tell what the GPU did meanwhile: computed, copied, waited for copies.
@@ -301,131 +299,26 @@ class FittedStep(Displayed):
     def _called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Traced, Outcome, Call]:
-        with nnx.context((args, kwargs)), self._planning:
+        with nnx.context((args, kwargs)), self._one_at_a_time:
             call = self._returned(self._take(args, kwargs))
             with self._tracing(call):
                 return *self._fit(call), call
 
-    def _target(self) -> Target:
-        return Target.resolve(self._wanted_target)
-
-    def _check_host(self, plan: Plan, target: Target) -> None:
-        """Check that a plan that is followed keeps no more in host memory than was allowed."""
-        allowed = asked_host_budget(self._host_budget, target)
-        if allowed is not None and plan.host_bytes > allowed:
-            raise PlanMismatchError(
-                f"the plan for {plan.function} keeps {format_bytes(plan.host_bytes)} in host "
-                f"memory, and host_budget={self._host_budget!r} allows {format_bytes(allowed)}. "
-                "Leave host_budget out to follow the plan, or plan again with it."
-            )
-
-    def _streamed(self, traced: Traced, target: Target) -> Asked | Auto | None:
-        """What is asked of leaves in host memory, by ``host=`` or by a plan that is followed."""
-        program = traced.program
-        if self._given is not None and self._given.streamed is not None:
-            self._check_host(self._given, target)
-            return asked_by_plan(program, self._given)
-        if not self._host:
-            return None
-        if traced.automatic:
-            raise ArgumentError(
-                f"{program.name}: the number of microbatches is not chosen for a step with host= "
-                "yet. Give accumulate a number in place of jaxmem.AUTO."
-            )
-        if isinstance(self._host, Auto):
-            return AUTO
-        return asked_by(program, self._host, target, asked_host_budget(self._host_budget, target))
-
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
-            given = self._given
-            count = given.microbatches if given is not None else 1
-            named = self._host if given is None else given.hosted
-            here = on_device(call, named) if named else call
-            with tracing_for(self._target()):
-                self._traced[call.key] = self._caller.trace(here, count, planned=given is not None)
+            self._traced[call.key] = self._planning.traced(call)
         return self._traced[call.key]
 
     def _fit(self, call: Call) -> tuple[Traced, Outcome]:
         traced = self._trace(call)
         if call.key not in self._outcomes:
-            target, program = self._target(), traced.program
-            budget_bytes = parse_budget(self._budget, usable_bytes(target), target.name)
-            host_bytes = asked_host_budget(self._host_budget, target)
-            decide = functools.partial(self._decide, call, target)
-            if agreed.is_shared(program):
-                if self._time_limit is not None:
-                    raise ArgumentError(
-                        f"{program.name}: time_limit= in {jax.process_count()} processes could "
-                        "choose another plan on each. Plan once with it, save the plan, and pass "
-                        "it to all: fit(..., plan=Plan.load(path))."
-                    )
-                settings = [
-                    f"{name}={value!r}"
-                    for name, value in (
-                        ("budget", self._budget),
-                        ("target", target.name),
-                        ("host_budget", self._host_budget),
-                        ("donated", [a.path for a in program.arguments if a.donated]),
-                    )
-                ]
-                outcome = agreed.fit(
-                    program, settings, budget_bytes, host_bytes, self._given, decide
-                )
-            else:
-                outcome = decide(budget_bytes, host_bytes, self._given)
+            traced, outcome = self._planning.fit(call, traced)
             if self._meshed is not None:
                 plan = outcome.plan
                 notes = (*plan.notes, *self._meshed.laid(call).notes)
                 outcome = replace(outcome, plan=replace(plan, notes=notes))
-            self._outcomes[call.key] = outcome
+            self._traced[call.key], self._outcomes[call.key] = traced, outcome
         return self._traced[call.key], self._outcomes[call.key]
-
-    def _decide(
-        self,
-        call: Call,
-        target: Target,
-        budget_bytes: int,
-        host_bytes: int | None,
-        given: Plan | None,
-    ) -> Outcome:
-        """Plan for a target, or follow a plan."""
-        traced = self._traced[call.key]
-        deadline = Deadline(math.inf if self._time_limit is None else self._time_limit)
-        settings = {"check": bool(self._verify), "policy": self._policy, "deadline": deadline}
-        compiler_of = functools.partial(Compiler, target=target, **settings)
-        bench = Bench(call, target) if self._measure else None
-        if bench is not None:
-            bench.check(traced.program)
-        is_quiet = agreed.is_shared(traced.program) and processes.number() != 0
-        telling = progress(False if is_quiet else self._progress, f"planning {self._caller.name}")
-
-        def streaming(asked: Asked) -> Outcome:
-            return streamed.fit(traced.program, asked, compiler_of, target, budget_bytes, report)
-
-        def one_program(host_bytes: int | None) -> Outcome:
-            compiler = compiler_of(traced.program)
-            return rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench)
-
-        with telling as report, tracing_for(target):
-            asked = self._streamed(traced, target)
-            if isinstance(asked, Auto):
-                here = functools.partial(one_program, host_bytes)
-                return choosing.fit(traced.program, here, streaming, target, host_bytes, deadline)
-            if asked is not None:
-                return streaming(asked)
-            if given is not None:
-                self._check_host(given, target)
-                return following.follow(compiler_of(traced.program), given, budget_bytes, report)
-            if traced.automatic:
-                trace = functools.partial(self._caller.trace, call)
-                compiler = compiler_of(traced.program)
-                also = {"host_bytes": host_bytes, "bench": bench}
-                self._traced[call.key], outcome = microbatches.fit(
-                    traced, trace, compiler, budget_bytes, report, **also
-                )
-                return outcome
-            return one_program(host_bytes)
 
 
 def _put_back(arguments: Any, results: Any) -> Any:

@@ -86,10 +86,10 @@ def frontier(
 def _of_step(
     step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any], points: int, compile: bool
 ) -> Frontier:
-    target = step._target()
-    telling = show_progress(step._progress, f"frontier of {step._caller.name}")
+    target = step._planning.target
+    telling = show_progress(step._planning.progress, f"frontier of {step._caller.name}")
     with tracing_for(target), nnx.context((args, kwargs)):
         program = step._caller.trace(step._caller.take(args, kwargs)).program
-        compiler = Compiler(program, target, check=bool(step._verify))
+        compiler = Compiler(program, target, check=bool(step._planning.verify))
     with tracing_for(target), telling as report:
         return curve(compiler, points, compile, report)

@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+
+from jaxmem import processes
+from jaxmem.errors import JaxmemError
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,6 +24,19 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def said(do: Callable[[], object]) -> str:
+    """In a script: the error that ``do`` raises, which must be the same on all processes."""
+    try:
+        do()
+    except JaxmemError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("nothing was raised")
+    texts = processes.meet("compare errors", 20).exchange("text", text)
+    assert len({*texts}) == 1, texts
+    return text
 
 
 def initialize(shutdown_timeout_seconds: int = 20) -> int:

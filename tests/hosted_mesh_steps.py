@@ -19,33 +19,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 import jaxmem
 from jaxmem.runtime import asked, choosing, room, stream, streamed, timeline
 from tests import cluster
+from tests.mesh_steps import TENSOR, P, loss, mesh
 
-P = PartitionSpec
 WIDTH, LAYERS = 64, 3
 LEAF = 4 * WIDTH * 8 * WIDTH
 PART = LEAF // 8
-TENSOR = {"*up*": P(None, "model"), "*down*": P("model")}
 OPTIMIZERS = {
     "adam": optax.adam(1e-3, eps=1e-3),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-3)),
     "adafactor": optax.adafactor(1e-3, momentum=0.9),
 }
-
-
-def mesh(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    axes = axes or {"data": 8}
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
-
-
-def loss(params, x):
-    for w in params:
-        x = x + jnp.tanh(x @ w["up"]) @ w["down"]
-    return (x**2).mean()
 
 
 def step_with(tx):

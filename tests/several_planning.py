@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import processes
-from jaxmem.errors import JaxmemError
+from jaxmem.planning import Planning
 from jaxmem.runtime import agreed
 from tests import cluster
 
@@ -72,19 +72,6 @@ def small_budget(over, rule) -> int:
     raise AssertionError("1000 bytes were enough")
 
 
-def said(do) -> str:
-    """The error that ``do`` raises, which must be the same on all processes."""
-    try:
-        do()
-    except JaxmemError as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        raise AssertionError("nothing was raised")
-    texts = processes.meet("compare errors", 20).exchange("text", text)
-    assert len({*texts}) == 1, texts
-    return text
-
-
 def compute(over, rule) -> jaxmem.Plan:
     """Three steps inside a small budget are those of one device."""
     expected, state, plain = first_state(), first_state(), jax.jit(step)
@@ -130,34 +117,34 @@ def main(directory: Path) -> None:
         state, value = step(state, x)
         return state, value * (2 + me)
 
-    text = said(lambda: fit(data, "zero3", other).plan(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero3", other).plan(first_state(), X))
     assert "the step of process 1 is not that of process 0" in text, text
     assert "process 1 has the program" in text, text
-    text = said(lambda: fit(data, "zero3", budget=10**8 + me)(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero3", budget=10**8 + me)(first_state(), X))
     assert "process 0 has budget=100000000, process 1 has budget=100000001" in text, text
-    text = said(lambda: fit(data, "zero1" if me else "zero3")(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero1" if me else "zero3")(first_state(), X))
     assert "argument state['opt_state'][0].mu" in text or "argument state['params']" in text, text
-    text = said(lambda: fit(data, "zero3", budget=1000)(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero3", budget=1000)(first_state(), X))
     assert "BudgetInfeasibleError: no plan fits" in text, text
-    text = said(lambda: fit(data, "zero3", time_limit=5.0)(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero3", time_limit=5.0)(first_state(), X))
     assert "time_limit= in 2 processes" in text, text
     plan = fit(data, "zero3").plan(first_state(), X)
     given = {"plan": plan} if me else {}
-    text = said(lambda: fit(data, "zero3", **given)(first_state(), X))
+    text = cluster.said(lambda: fit(data, "zero3", **given)(first_state(), X))
     assert "process 0 has no plan, process 1 has the plan" in text, text
     print("the same errors on all processes: holds")
 
     # Two that came to different plans run that of process 0.
-    decide, calls = jaxmem.fitted.FittedStep._decide, []
+    decide, calls = Planning.decide, []
 
-    def differing(self, call, target, budget, host, given):
+    def differing(self, call, traced, target, budget, host, given):
         calls.append(given)
         lower = written if given is not None or me == 0 else smaller
-        return decide(self, call, target, lower, host, given)
+        return decide(self, call, traced, target, lower, host, given)
 
     written = fit(data, "zero3").plan(first_state(), X).compiled_bytes
     smaller = small_budget(data, "zero3")
-    jaxmem.fitted.FittedStep._decide = differing
+    Planning.decide = differing
     fitted = fit(data, "zero3", budget=written)
     same(plain(first_state(), X), fitted(first_state(), X))
     plans = processes.meet("compare plans", 20).exchange(
@@ -167,7 +154,7 @@ def main(directory: Path) -> None:
     assert calls[0] is None, calls
     assert calls[1] is not None, calls
     assert jaxmem.Plan.from_json(plans[0]).kept == jaxmem.Plan.from_json(plans[1]).kept
-    jaxmem.fitted.FittedStep._decide = decide
+    Planning.decide = decide
     print("one plan where they differ: holds")
 
     alone = jaxmem.fit(step, progress=False)

@@ -34,6 +34,7 @@ LEVELS = {
     "runtime": 7,
     "state": 8,
     "monitor": 8,
+    "planning": 8,
     "fitted": 9,
     "fit": 10,
     "store": 9,

@@ -132,7 +132,19 @@ def _from_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     with users_errors(name, always=True):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            # As a script it is not part of its package.
+            if not module.__package__ and (path.parent / "__init__.py").is_file():
+                dotted = f"{path.resolve().parent.name}.{path.stem}"
+                function = name.rpartition(":")[2]
+                raise EntryPointError(
+                    f"{name} raised {type(error).__name__}: {error}{_users_line(error)}\n"
+                    f"  The file is part of a package: from the folder above it, use "
+                    f"{dotted}:{function}."
+                ) from error
+            raise
     return module
 
 
@@ -156,13 +168,16 @@ def _imported(name: str, module_name: str) -> ModuleType:
 
 def _attribute(name: str, module: ModuleType, function_name: str) -> Callable[..., Any]:
     found: Any = module
-    for part in function_name.split("."):
+    parts = function_name.split(".")
+    for number, part in enumerate(parts):
         try:
             found = getattr(found, part)
         except AttributeError as error:
-            names = [n for n, v in vars(found).items() if callable(v) and n[0] != "_"]
+            has = getattr(found, "__dict__", {})  # Numbers and the like have none.
+            names = [n for n, v in has.items() if callable(v) and n[0] != "_"]
             hint = _did_you_mean(part, names)
-            raise EntryPointError(f"{name}: {module.__name__} has no {part!r}.{hint}") from error
+            where = ".".join([module.__name__, *parts[:number]])
+            raise EntryPointError(f"{name}: {where} has no {part!r}.{hint}") from error
     if not callable(found):
         kind = type(found).__name__
         raise EntryPointError(f"{name} is of type {kind}, not a function. {_WANTED}")
@@ -170,6 +185,9 @@ def _attribute(name: str, module: ModuleType, function_name: str) -> Callable[..
 
 
 def _checked(name: str, found: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if inspect.iscoroutine(found):
+        found.close()
+        raise EntryPointError(f"{name} is an async function, which nothing waits for. {_WANTED}")
     if not isinstance(found, tuple) or len(found) != 2:
         what = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
         raise EntryPointError(f"{name} returned {what}. {_WANTED}")

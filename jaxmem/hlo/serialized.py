@@ -43,13 +43,14 @@ def buffer_assignment(executable: jax.stages.Compiled) -> bytes:
     try:
         found = _in_message(loaded.serialize())
     except (jax.errors.JaxRuntimeError, NotImplementedError, WireError, IndexError) as error:
-        raise ReportError(f"{_unreadable()}: {error}") from error
+        raise ReportError(f"{unreadable()}: {error}") from error
     if found is None:
-        raise ReportError(f"{_unreadable()}: it has none")
+        raise ReportError(f"{unreadable()}: it has none")
     return found
 
 
-def _unreadable() -> str:
+def unreadable() -> str:
+    """What errors say of a jaxlib that does not tell the buffers, or in another form."""
     return (
         f"jaxlib {metadata.version('jaxlib')} does not tell the compiler's buffers in a form that "
         "jaxmem reads (those of 0.10.2 to 0.12 do)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
@@ -209,8 +210,11 @@ def _walk(
                 continue
             if len(seen) % 1024 == 0 and time.perf_counter() > until:
                 return found
-            for key, child in _children(value):
-                queue.append(((*path, key), child, scope, (*above, value)))
+            # Objects of others may raise anything when they are looked into, as proxies do of
+            # what is not there: what they hold is then nobody's.
+            with contextlib.suppress(Exception):
+                for key, child in _children(value):
+                    queue.append(((*path, key), child, scope, (*above, value)))
     return found
 
 
@@ -357,13 +361,14 @@ def _referrer(array: Any, ignored: Set[int]) -> str:
     for referrer in gc.get_referrers(array):
         if id(referrer) in ignored:
             continue
-        if isinstance(referrer, types.FrameType):
+        kind = type(referrer)  # What it says of itself may run code.
+        if kind is types.FrameType:
             if is_library(referrer.f_code.co_filename):
                 continue
             return f"a variable of {referrer.f_code.co_name}, which a traceback or generator keeps"
-        if isinstance(referrer, list | tuple | set | dict):
-            return f"a {type(referrer).__name__} of {len(referrer)} without a name"
-        if isinstance(referrer, types.CellType):
+        if kind in (list, tuple, set, dict):
+            return f"a {kind.__name__} of {len(referrer)} without a name"
+        if kind is types.CellType:
             return "a closure without a name"
-        return f"an object of type {type(referrer).__name__}"
+        return f"an object of type {kind.__name__}"
     return _NOBODY

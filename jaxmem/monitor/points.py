@@ -116,8 +116,12 @@ class Points:
         Raises:
             TrackError: there is no such point, or there are not two.
         """
-        first = self.kept[0] if start is None and self.kept else self._named(start, self.kept)
-        last = self.kept[-1] if end is None and self.kept else self._named(end, self.kept[::-1])
+        if not self.kept:
+            raise TrackError(
+                "nothing was tracked yet, so nothing has grown: with jaxmem.track(...) as t: ..."
+            )
+        first = self.kept[0] if start is None else self._named(start, self.kept)
+        last = self.kept[-1] if end is None else self._named(end, self.kept[::-1])
         if first is last:
             raise TrackError(
                 f"growth needs two points, and {first.label!r} is the only one that was taken: "

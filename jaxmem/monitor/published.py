@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ class Publisher:
         path = path_of(self._pid)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
+            # Several threads may publish at once.
+            part = path.with_suffix(f".{threading.get_ident()}.part")
             part.write_text(json.dumps(kept, separators=(",", ":")))
             part.replace(path)
             self.problem = ""

@@ -8,8 +8,10 @@ within its share of the time.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
+import weakref
 from typing import Protocol
 
 import jax
@@ -28,6 +30,7 @@ class Watcher(Protocol):
     """What gets samples."""
 
     every: float
+    """Seconds between two samples, at least."""
 
     def look(self, devices: tuple[DeviceMemory, ...], host: HostMemory) -> None:
         """Take what is in use now; called on the sampler's thread."""
@@ -45,6 +48,10 @@ class Sampler:
     def __init__(self):
         self.spent = self.looking = 0.0
         self._watchers: dict[int, Watcher] = {}
+        # When each is told next, in seconds of ``perf_counter``: of what is tracked for a moment,
+        # again and again, too.
+        self._due: weakref.WeakKeyDictionary[Watcher, float] = weakref.WeakKeyDictionary()
+        self._rests_until = self._wakes = 0.0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._live = Live({}, 0.0)
@@ -54,12 +61,13 @@ class Sampler:
         """Have a watcher told from now on."""
         with self._changed:
             self._watchers[id(watcher)] = watcher
+            due = self._due.setdefault(watcher, 0.0)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="jaxmem-sampler", daemon=True
                 )
                 self._thread.start()
-            elif len(self._watchers) == 1:
+            elif due < self._wakes:
                 self._changed.notify()
 
     def remove(self, watcher: Watcher) -> None:
@@ -87,13 +95,22 @@ class Sampler:
         idle_since = time.perf_counter()
         while True:
             with self._changed:
-                watchers = list(self._watchers.values())
-                if not watchers:
-                    if time.perf_counter() - idle_since > _IDLE_SECONDS:
+                now = time.perf_counter()
+                if not self._watchers:
+                    if now - idle_since > _IDLE_SECONDS:
                         self._thread = None
                         return
+                    self._wakes = math.inf
                     self._changed.wait(_IDLE_SECONDS)
                     continue
+                idle_since = now
+                due = min(self._due[w] for w in self._watchers.values())
+                self._wakes = max(self._rests_until, due)
+                if self._wakes > now:
+                    self._changed.wait(min(self._wakes - now, threading.TIMEOUT_MAX))
+                    continue
+                watchers = [w for w in self._watchers.values() if self._due[w] <= now]
+                self._due.update((w, now + w.every) for w in watchers)
             started, looking = time.thread_time(), self.looking
             # A backend that is being cleared, or Python that ends: the next look may work.
             with contextlib.suppress(RuntimeError):
@@ -103,9 +120,7 @@ class Sampler:
             took = time.thread_time() - started
             self.spent += took
             took -= self.looking - looking
-            idle_since = time.perf_counter()
-            every = min(watcher.every for watcher in watchers)
-            time.sleep(max(every, took / _SHARE))
+            self._rests_until = time.perf_counter() + took / _SHARE
 
 
 SAMPLER = Sampler()

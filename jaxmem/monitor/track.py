@@ -7,6 +7,7 @@ import inspect
 import os
 import threading
 import time
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -238,9 +239,12 @@ class Tracker:
         for writer in list(self._writers):
             try:
                 writer.write(sample)
-            except (OSError, ValueError) as error:  # A full disk must not end a training run.
+            except Exception as error:
+                # Neither a full disk nor somebody's own writer may end a training run, or the
+                # thread that samples: it is said in the summary.
                 self._writers.remove(writer)
-                self._problems.append(f"samples are no longer written: {error}")
+                what = str(error) or type(error).__name__
+                self._problems.append(f"samples are no longer written: {what}")
         if self._publish:
             PUBLISHER.publish(sample)
 
@@ -280,6 +284,11 @@ class Tracked:
     def __init__(self, fun: Callable[..., Any], tracker: Tracker):
         if not callable(fun):
             raise ArgumentError(f"track decorates functions, got {type(fun).__name__}: {fun!r}")
+        if isinstance(fun, type):
+            raise ArgumentError(
+                f"track decorates functions, and {fun.__name__} is a class, which would not be one "
+                "any more: decorate those of its methods that are to be tracked."
+            )
         made = "coroutine" if inspect.iscoroutinefunction(fun) else "generator"
         if made == "coroutine" or inspect.isgeneratorfunction(fun):
             name = getattr(fun, "__name__", "the function")
@@ -299,8 +308,12 @@ class Tracked:
             raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method it gets the instance first."""
-        return self if instance is None else functools.partial(self, instance)
+        """As a method it gets the instance first; a bound method has ``.track`` as well."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> Tracked:
+        """Itself, as of functions."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":

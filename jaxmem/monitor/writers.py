@@ -36,7 +36,12 @@ class Lines:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        try:
+            self.path = Path(path)
+        except TypeError as error:
+            raise ArgumentError(
+                f"track(..., jsonl={path!r}): it takes the name of a file."
+            ) from error
         try:
             with self.path.open("a"):
                 pass

@@ -315,6 +315,10 @@ def _unwrapped(fun: Any) -> Callable[..., Any]:
                 "jax.lax.with_sharding_constraint inside the step."
             )
         return fun.__wrapped__
+    if isinstance(fun, jax.stages.Compiled):
+        raise ArgumentError(
+            "jaxmem needs a function, and this one is compiled: pass what it was compiled from."
+        )
     if not callable(fun):
         raise ArgumentError(f"jaxmem needs a function, got {type(fun).__name__}: {fun!r}")
     return fun

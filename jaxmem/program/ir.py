@@ -353,7 +353,8 @@ class Program:
     @property
     def aliased_bytes(self) -> int:
         """Bytes that results share with donated arguments."""
-        return sum(self.result_bytes[n] for n in self.aliased_results)
+        sizes = self.result_bytes
+        return sum(sizes[n] for n in self.aliased_results)
 
     @property
     def fixed_bytes(self) -> int:

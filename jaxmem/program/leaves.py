@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Hashable
@@ -60,10 +61,12 @@ def check_leaf(leaf: Any, where: str, function: str) -> None:
         )
     usable = not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "OSUMm"
     if not (is_abstract(leaf) or (is_arraylike(leaf) and usable)):
+        hint = "Pass arrays, numbers or pytrees of them, or name the argument in static_argnums."
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            hint = "jax.tree_util.register_dataclass makes a dataclass a pytree of arrays."
         raise ArgumentError(
             f"argument {where} of {function} is a {type(leaf).__name__} ({leaf!r:.80}), not an "
-            "array. Pass arrays, numbers or pytrees of them, or name the argument in "
-            "static_argnums."
+            f"array. {hint}"
         )
 
 

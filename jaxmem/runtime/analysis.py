@@ -102,14 +102,14 @@ def _arguments(program: Program, simulation: Simulation) -> Iterator[Buffer]:
 def _results(program: Program, block: Block, simulation: Simulation) -> Iterator[Buffer]:
     """Result buffers that do not reuse a donated argument."""
     end = max(0, len(simulation.timeline) - 1)
-    shared = program.aliased_results
+    shared, sizes = program.aliased_results, program.result_bytes
     for number, (leaf, atom) in enumerate(zip(program.results, block.outputs, strict=True)):
         if number in shared:
             continue
         shape, dtype = _array(atom)
         yield Buffer(
             f"result{leaf.path}",
-            program.result_bytes[number],
+            sizes[number],
             "output",
             0,
             end,

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxmem.errors import ReportError
 from jaxmem.hlo.assignment import HOST_SPACE, Allocation, Slice, parse_assignment
 from jaxmem.hlo.lifetimes import Life, live_bytes, lives
 from jaxmem.hlo.module import Frame, read_module
 from jaxmem.hlo.origins import Made, Origins
 from jaxmem.hlo.schedule import Place, Schedule, places, scheduled
-from jaxmem.hlo.serialized import buffer_assignment
+from jaxmem.hlo.serialized import buffer_assignment, unreadable
+from jaxmem.hlo.wire import WireError
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.program.source import file_name, module_path
 from jaxmem.runtime.fusing import fusion_report
@@ -49,7 +51,8 @@ def compiled_report(
             there. Otherwise arguments have the names that JAX gave them in the program.
 
     Raises:
-        ReportError: this jaxlib does not tell the compiler's buffers.
+        ReportError: this jaxlib does not tell the compiler's buffers, or not in a form that is
+            known.
 
     Cost:
         About 0.3 s for 10,000 instructions.
@@ -60,8 +63,12 @@ def compiled_report(
     >>> report.source, report.peak_bytes == report.compiled_bytes, report.by_argument()
     ('compiled', True, {'x': 16384})
     """
-    allocations = parse_assignment(buffer_assignment(executable))
-    schedule = scheduled(read_module(executable))
+    try:
+        allocations = parse_assignment(buffer_assignment(executable))
+        schedule = scheduled(read_module(executable))
+    except (WireError, LookupError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        # Lookups fail where a field that was always there is not.
+        raise ReportError(f"{unreadable()}: {type(error).__name__}: {error}") from error
     reading = _Reading(schedule, Origins(schedule), known)
     memory = read_memory(executable)
     buffers = [b for a in allocations if not a.is_private for b in reading.buffers(a)]

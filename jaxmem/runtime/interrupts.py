@@ -59,32 +59,31 @@ def interrupted(
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, on one line."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    """What an error says, on one line; ``MemoryError`` often says nothing.
+
+    >>> first_line(ValueError("no room")), first_line(MemoryError())
+    ('ValueError: no room', 'MemoryError')
+    """
+    said = str(error).strip().split("\n", 1)[0][:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def finish(run: Any) -> list[Any]:
     """Go on with a step until it is complete, if need be with as little under way as possible."""
     try:
         run.go_on()
+        return run.results()
     except Exception as error:  # Told below. With nothing else under way it may well work.
-        where = run.where()
+        where, said = run.where(), first_line(error)
         run.settle()
-        try:
-            run.go_on(alone=True)
-        except Exception as again:  # Given to the caller, with the way to go on.
-            run.settle()
-            raise _interrupted(run, again) from again
-        warnings.warn(
-            f"{where} failed, and worked with nothing else under way: {first_line(error)}",
-            stacklevel=2,
-        )
-    with contextlib.suppress(Exception):
-        return run.results()
     try:
-        return run.results()
-    except Exception as error:
-        raise _interrupted(run, error) from error
+        run.go_on(alone=True)
+        results = run.results()
+    except Exception as again:  # Given to the caller, with the way to go on.
+        run.settle()
+        raise _interrupted(run, again) from again
+    warnings.warn(f"{where} failed, and worked with nothing else under way: {said}", stacklevel=2)
+    return results
 
 
 def _interrupted(run: Any, error: Exception) -> StepInterruptedError:

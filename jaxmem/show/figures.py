@@ -105,11 +105,12 @@ def bench_page(found: Benchmark) -> Page:
 
 def fitted_page(step: FittedStep) -> Page:
     """Returns what a fitted step shows: what it was asked for, and its plans so far."""
+    how = step._planning
     settings = {
-        "budget": step._budget,
-        "target": step._wanted_target and Target.resolve(step._wanted_target).name,
-        "host": step._host,
-        "policy": step._policy,
+        "budget": how.budget,
+        "target": how.wanted_target and how.target.name,
+        "host": how.hosts,
+        "policy": how.policy,
     }
     asked = [f"{name}={clean(value)}" for name, value in settings.items() if value]
     rows = tuple(

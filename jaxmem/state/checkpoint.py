@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def save(
     {'epoch': 2, 'w': Array([0., 1., 2.], dtype=float32)}
     """
     processes.check_timeout(timeout)
-    path = ondisk.resolved(directory)
+    path, step = ondisk.resolved(directory), _integer(step)
     take = functools.partial(_contents, state, step, keep)
     with writing.lock:
         if processes.several():
@@ -144,7 +145,7 @@ def restore(
         About 1 GiB of host memory beside the state, or the largest leaf if that is more.
     """
     processes.check_timeout(timeout)
-    path = ondisk.resolved(directory)
+    path, step = ondisk.resolved(directory), _integer(step)
     if processes.several():
         with writing.lock:
             return together.restore(path, like, step, timeout)
@@ -162,10 +163,17 @@ def restore(
     return contents.rebuilt({**arrays, **manifest.values})
 
 
+def _integer(step: Any) -> Any:
+    """An integer of NumPy or JAX as one of Python's; what is none stays, and is refused later."""
+    try:
+        return step if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        return step
+
+
 def _contents(state: Any, step: Any, keep: Any) -> Contents:
     """What is to be saved, checked."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step={step!r}: give the number of the checkpoint, 0 or more.")
+    ondisk.check_number(step)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r}: give how many checkpoints are left, 1 or more.")
     contents = contents_of(state)

@@ -54,7 +54,7 @@ def leaves_of(tree: Any) -> tuple[list[StateLeaf], Any, Any]:
     found = []
     for (path, leaf), own, of_optax in zip(flat, carried, states, strict=True):
         name = jax.tree_util.keystr(path)
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        aval = _aval(name, leaf)
         found.append(
             StateLeaf(
                 path=name,
@@ -66,6 +66,23 @@ def leaves_of(tree: Any) -> tuple[list[StateLeaf], Any, Any]:
             )
         )
     return found, structure, tree
+
+
+def _aval(name: str, leaf: Any) -> Any:
+    """The shape and dtype of a leaf.
+
+    Raises:
+        ShardingError: it is no array.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except TypeError as error:
+        raise ShardingError(
+            f"{name or 'the state'} is a {type(leaf).__name__} ({leaf!r:.80}), which cannot be "
+            "split. Give arrays, numbers, or jax.ShapeDtypeStruct; keep functions and texts apart."
+        ) from error
 
 
 def leaves_opened(tree: Any) -> Any:

@@ -46,12 +46,24 @@ def steps(path: Path) -> list[int]:
     return sorted(orbax().utils.checkpoint_steps(path))
 
 
+def check_number(step: Any) -> None:
+    """Check the number of a checkpoint.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step={step!r}: give the number of the checkpoint, 0 or more.")
+
+
 def place_of(path: Path, step: int | None) -> Path:
     """Where a checkpoint is, the newest by default.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or ``step`` is no number.
     """
+    if step is not None:
+        check_number(step)
     found = steps(path)
     if not found:
         raise CheckpointError(f"{path} holds no complete checkpoint.")

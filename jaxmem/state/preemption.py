@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import signal
 import threading
 from typing import Any
@@ -60,8 +61,11 @@ def preempted(step: int) -> bool:
     >>> step
     2
     """
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise ArgumentError(f"step={step!r}: give the number of the step.")
+    given: Any = None if isinstance(step, bool) else step
+    try:
+        step = operator.index(given)
+    except TypeError as error:
+        raise ArgumentError(f"step={step!r}: give the number of the step.") from error
     if processes.several():
         return _told_together(step)
     global _listener

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmem.errors import ShardingError
 from jaxmem.runtime.asked import FEWEST_BYTES
 from jaxmem.state.leaves import leaves_of, specs_like
 from jaxmem.state.rules import Patterns, matches
@@ -55,8 +56,8 @@ def shard(
         split them, and large ones that no rule is for, are named by ``warnings.warn`` as well.
 
     Raises:
-        ShardingError: an axis or a rule does not exist, a spec does not fit its leaf, a pattern
-            matches nothing.
+        ShardingError: ``mesh`` is none, or a leaf is no array; an axis or a rule does not exist, a
+            spec does not fit its leaf, a pattern matches nothing.
 
     Rules are named after ZeRO (Rajbhandari et al., arXiv:1910.02054) and PyTorch's FSDP.
 
@@ -66,6 +67,11 @@ def shard(
     >>> tuple(found.shardings["w"].spec), found.device_bytes
     ((None, 'data'), 262148)
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ShardingError(
+            f'mesh is {mesh!r:.80}. Give a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)'
+            "), or an AbstractMesh."
+        )
     leaves, structure, opened = leaves_of(tree)
     sharder = Sharder(leaves, dict(mesh.shape), axis)
     given = [leaf.own for leaf in leaves] if specs is None else specs_like(specs, opened)

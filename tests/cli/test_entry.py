@@ -52,7 +52,8 @@ def test_classes_of_a_file_can_be_found_again(tmp_path):
         ("none/at/all.py:entry", r"there is no file none/at/all.py\.$"),
         ("train:entri", r"train has no 'entri'. Did you mean entry"),
         ("train:zzz", r"train has no 'zzz'. There is Runs, entry, entry_with_arguments, fails,"),
-        ("train:Runs.zzz", r"train has no 'zzz'. There is entry\.$"),
+        ("train:Runs.zzz", r"train\.Runs has no 'zzz'. There is entry\.$"),
+        ("train:config.zzz", r"train\.config has no 'zzz'\.$"),
         ("train:config", r"train:config is of type dict, not a function"),
         ("train:entry_with_arguments", r"cannot be called without arguments \(missing a required"),
         ("train:three", r"returned a tuple of 3. It must return \(step, example_args\)"),
@@ -92,6 +93,22 @@ def test_a_module_that_raises_shows_the_users_line(tmp_path, source, message, en
     with pytest.raises(EntryPointError) as raised:
         load_entry(entry)
     assert message.format(path) in str(raised.value)
+
+
+def test_a_file_of_a_package_says_how_the_package_is_asked_for(tmp_path):
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "__init__.py").touch()
+    (tmp_path / "nets" / "inner.py").write_text("from . import helper\ndef entry(): pass\n")
+    told = r"inner.py:1 .*\n  The file is part of a package: .* use nets\.inner:entry\.$"
+    with pytest.raises(EntryPointError, match=told):
+        load_entry("nets/inner.py:entry")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_async_entry_is_told(tmp_path):
+    (tmp_path / "waits.py").write_text("async def entry(): pass\n")
+    with pytest.raises(EntryPointError, match="waits:entry is an async function"):
+        load_entry("waits:entry")
 
 
 def test_a_syntax_error_names_its_line(tmp_path):

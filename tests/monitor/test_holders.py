@@ -43,7 +43,7 @@ def array(seed: int = 0) -> jax.Array:
 
 
 def held(*arrays: jax.Array) -> tuple[Holding, ...]:
-    return holdings(arrays, stacks())
+    return holdings(arrays, stacks(), most_seconds=100.0)  # However busy the machine is.
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_only_a_closure_has_is_described():
 def test_what_nothing_leads_to_is_described_too():
     hidden = iter([array(4)])  # An iterator shows nothing of what it goes through.
     arrays = [a for a in jax.live_arrays() if a.shape == (8, 8) and float(a[0, 0]) == 4.0]
-    (holding,) = holdings([arrays.pop()], stacks())
+    (holding,) = holdings([arrays.pop()], stacks(), most_seconds=100.0)
     assert (holding.name, holding.count) == ("a list of 1 without a name", 1)
     assert not holding.reachable
     assert next(hidden)[0, 0] == 4.0
@@ -148,6 +148,31 @@ def test_cycles_and_hostile_names_are_no_problem():
     loop["self"] = loop
     (holding,) = held(loop["<script>\x1b[31m"])
     assert holding.count == 1
+
+
+class Outside:
+    """As a proxy of what is only there while a request is handled."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+    def __getattr__(self, name: str):
+        raise RuntimeError("outside of a request")
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+OUTSIDE = [Outside(), {Unprintable(): Outside()}]
+
+
+def test_objects_that_cannot_be_looked_into_are_no_problem():
+    mine = [array(8)]
+    assert held(mine[0])[0].name == "mine[0]"
+    assert OUTSIDE
 
 
 def test_looking_ends_in_time():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.errors import ArgumentError, MissingExtraError, TrackError
-from jaxmem.monitor import duty, figures, marks, track
+from jaxmem.errors import ArgumentError
+from jaxmem.monitor import duty, figures, track
 from jaxmem.monitor.arrays import live_now
 from jaxmem.monitor.figures import Figure
 from jaxmem.monitor.sampling import SAMPLER, Sampler
 from jaxmem.units import MIB
+from tests.monitor.allocator import Allocator
 
 KEPT: list[Any] = []
 
@@ -29,20 +29,6 @@ KEPT: list[Any] = []
 def nothing_kept():
     yield
     KEPT.clear()
-
-
-class Allocator:
-    """What an allocator says; its peak never falls."""
-
-    def __init__(self, monkeypatch, **more: int):
-        self.more, self.used, self.peak = more, 0, 0
-        monkeypatch.setattr(figures, "stats_of", lambda device: self.stats())
-
-    def uses(self, nbytes: int) -> None:
-        self.used, self.peak = nbytes, max(self.peak, nbytes)
-
-    def stats(self) -> dict[str, int]:
-        return {"bytes_in_use": self.used, "peak_bytes_in_use": self.peak, **self.more}
 
 
 # --- what is in use ------------------------------------------------------------------------------
@@ -172,6 +158,36 @@ def test_the_sampler_rests_when_nothing_is_tracked(monkeypatch):
     sampler.remove(watcher)
 
 
+def test_who_looks_rarely_does_not_keep_others_from_looking_often():
+    sampler, often = Sampler(), threading.Event()
+
+    class Watcher:
+        def __init__(self, every: float, enough: int):
+            self.every, self.enough, self.times = every, enough, 0
+
+        def look(self, devices: Any, host: Any) -> None:
+            self.times += 1
+            if self.times == self.enough:
+                often.set()
+
+    rare, frequent = Watcher(1e12, -1), Watcher(0.001, 5)
+    sampler.add(rare)
+    until = time.monotonic() + 20
+    while not rare.times and time.monotonic() < until:
+        time.sleep(0.001)
+    sampler.add(frequent)
+    assert often.wait(60)
+    for _ in range(3):  # Begun anew it is not looked at any sooner.
+        sampler.remove(rare)
+        sampler.add(rare)
+    often.clear()
+    frequent.enough = frequent.times + 3
+    assert often.wait(60)
+    sampler.remove(rare)
+    sampler.remove(frequent)
+    assert rare.times == 1
+
+
 def test_looking_does_not_start_jax():
     code = (
         "import jaxmem, time\nfrom jaxmem import _compat\n"
@@ -202,7 +218,8 @@ def test_a_tracked_function_is_like_the_function():
         def area(self, by):
             return self.size * by
 
-    assert Thing().area(3) == 12
+    thing = Thing()
+    assert thing.area(3) == 12 and thing.area.track.calls == 1
 
 
 def test_a_fitted_step_keeps_its_methods():
@@ -213,6 +230,8 @@ def test_a_fitted_step_keeps_its_methods():
 
     assert step(jnp.ones(3))[0] == 2
     assert step.plan(jnp.ones(3)).solver == "keep-all"
+    assert copy.deepcopy({"step": step})["step"] is step
+    assert copy.deepcopy(step.__wrapped__) is step.__wrapped__
     with pytest.raises(AttributeError, match="no_such"):
         step.no_such  # noqa: B018
 
@@ -246,6 +265,8 @@ def test_an_exception_passes_and_ends_it():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: jaxmem.track("x", jsonl=5), "jsonl=5.*: it takes the name of a file"),
+        (lambda: jaxmem.track(dict), "dict is a class.*: decorate those of its methods"),
         (lambda: jaxmem.track(5), r"track\(5\): it takes a name"),
         (lambda: jaxmem.track("x", every=0), "every is 0: it takes a number of seconds above 0"),
         (lambda: jaxmem.track("x", every=float("nan")), "every is nan"),
@@ -271,91 +292,6 @@ def test_what_runs_after_the_call_is_refused():
         jaxmem.track(later)
     with pytest.raises(ArgumentError, match="parts makes a generator"):
         jaxmem.track("x")(parts)
-
-
-# --- where samples go ----------------------------------------------------------------------------
-
-
-def test_samples_are_lines_of_json_that_say_what_they_are(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"before": 1}\n')
-    with jaxmem.track("epoch", jsonl=path, publish=False) as t:
-        t.point("mid")
-    first, *lines = path.read_text().splitlines()
-    assert json.loads(first) == {"before": 1}
-    assert len(lines) >= 3
-    for line in map(json.loads, lines):
-        assert line["name"] == "epoch" and line["calls"] == 1
-        assert line["devices"][0]["in_use"]["how"] == "estimated"
-        assert line["rss"]["bytes"] > 2**20 and line["rss"]["how"] == "process"
-
-
-def test_a_file_that_cannot_be_written_is_named_at_once(tmp_path):
-    with pytest.raises(TrackError, match=r"nowhere/s\.jsonl.*No such file"):
-        jaxmem.track("x", jsonl=tmp_path / "nowhere" / "s.jsonl")
-    with pytest.raises(TrackError, match="cannot be written"):
-        jaxmem.track("x", jsonl=tmp_path)
-
-
-def test_a_disk_that_fills_up_ends_the_samples_and_not_the_run(tmp_path):
-    t = jaxmem.track("x", jsonl=tmp_path / "s.jsonl", publish=False)
-
-    t._writers[0].path = Path("/dev/full")  # pyright: ignore[reportAttributeAccessIssue]
-    with t:
-        pass
-    assert any("No space left on device" in note for note in t.summary().notes)
-
-
-def test_a_writer_for_tensorboard_gets_scalars_named_by_what_they_are(monkeypatch):
-    Allocator(monkeypatch).uses(5 * MIB)
-    scalars: list[tuple[str, int, int]] = []
-
-    class Summaries:
-        def add_scalar(self, tag: str, value: int, step: int) -> None:
-            scalars.append((tag, value, step))
-
-    with jaxmem.track("epoch", tensorboard=Summaries(), publish=False):
-        pass
-    device = figures.name_of(jax.local_devices()[0])
-    assert (f"epoch/{device}/in_use_bytes_allocator", 5 * MIB, 1) in scalars
-    assert any(tag == f"epoch/{device}/peak_bytes_allocator_peak" for tag, *_ in scalars)
-    assert any(tag == "epoch/host/rss_bytes_process" for tag, *_ in scalars)
-
-
-@pytest.mark.parametrize("library", ["tensorboardX", "nvtx"])
-def test_a_library_that_is_missing_is_named_with_its_extra(library: str, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, library, None)
-    options: dict[str, Any] = {"tensorboard": tmp_path} if library != "nvtx" else {"nvtx": True}
-    with pytest.raises(MissingExtraError, match=rf"{library}.*jaxmem\[tracking\]"):
-        jaxmem.track("x", **options)
-    jaxmem.track("x", publish=False)
-
-
-def test_marks_are_set_for_profilers(monkeypatch):
-    ranges: list[str] = []
-
-    class Range:
-        def __init__(self, name: str, domain: str = ""):
-            self.name = f"{domain}/{name}" if domain else name
-
-        def __enter__(self):
-            ranges.append(f"+{self.name}")
-
-        def __exit__(self, *error: Any):
-            ranges.append(f"-{self.name}")
-
-    class Nvtx:
-        annotate = Range
-
-    monkeypatch.setitem(sys.modules, "nvtx", Nvtx)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(marks.jax.profiler, "TraceAnnotation", Range)
-    with jaxmem.track("epoch", publish=False):
-        ranges.append("body")
-    assert ranges == ["+epoch", "+jaxmem/epoch", "body", "-jaxmem/epoch", "-epoch"]
-    ranges.clear()
-    with jaxmem.track("epoch", nvtx=False, publish=False):
-        pass
-    assert ranges == ["+epoch", "-epoch"]
 
 
 # --- what it costs -------------------------------------------------------------------------------

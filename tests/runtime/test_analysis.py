@@ -14,6 +14,7 @@ import jaxmem
 from jaxmem.planner.report import MemoryReport
 from jaxmem.program import nnx
 from jaxmem.program.calling import Caller
+from jaxmem.program.ir import Program
 from jaxmem.runtime.analysis import predicted_report
 from jaxmem.targets import Target
 from tests.fitted_steps import tanh_chain
@@ -102,6 +103,21 @@ def test_modules_lines_and_checkpoint_names_are_found():
     assert any(source.startswith(f"test_analysis.py:{line} ") for source in report.by_source())
     assert sum(report.by_checkpoint_name().values()) == report.by_checkpoint_name()["hidden"]
     assert report.by_checkpoint_name()["hidden"] >= 4096 * 64 * 4
+
+
+def test_a_step_with_many_results_is_counted_once(monkeypatch):
+    """Each count goes through all results: one for each of them would be quadratic."""
+    counted, real = [], Program.result_bytes.fget
+    monkeypatch.setattr(
+        Program, "result_bytes", property(lambda self: counted.append(1) or real(self))
+    )
+
+    def counts(results: int) -> int:
+        counted.clear()
+        jaxmem.analyze(lambda x: tuple(x * n for n in range(results)), jnp.ones(8))
+        return len(counted)
+
+    assert counts(3) == counts(30) > 0
 
 
 def test_a_planned_step_reports_the_planned_program():

@@ -210,6 +210,20 @@ def test_where_nothing_can_be_read_the_report_is_predicted_and_says_so(monkeypat
         report.fusions()
 
 
+@pytest.mark.parametrize(
+    "told",
+    # A field that runs past the end; an allocation with a part of a value that is not there.
+    [b"\x1a\x7f", bytes([0x1A, 4, 0x4A, 2, 0x08, 0x63])],
+    ids=["no message", "another form"],
+)
+def test_buffers_in_another_form_are_predicted_and_said_to_be(monkeypatch, told: bytes):
+    monkeypatch.setattr("jaxmem.runtime.compiled.buffer_assignment", lambda executable: told)
+    report = jaxmem.analyze(lambda x: jnp.sin(x) @ x, jnp.ones((64, 64)))
+    assert report.source == "predicted"
+    (note,) = report.notes
+    assert "does not tell the compiler's buffers in a form that jaxmem reads" in note
+
+
 def test_known_of_names_all_leaves():
     from jaxmem.program.calling import Caller
 

@@ -238,6 +238,30 @@ def test_a_result_that_cannot_be_copied_does_not_lose_the_state(monkeypatch):
     same(raised.value.resume()[:2], expected)
 
 
+def test_a_result_that_could_be_copied_only_later_is_told(monkeypatch):
+    """There was no room for it beside what was still on its way to the host."""
+    one = step_with(OPTIMIZERS["adam"])
+
+    def step(state, x):
+        new, loss = one(state, x)
+        return new, loss, loss
+
+    run, state = fitted(step), state_with(OPTIMIZERS["adam"])
+    state, real, failed = run.place(state, X)[0], jax.device_put, []
+
+    def broken(*args, **kwargs):
+        if kwargs.get("may_alias") is False and not failed:
+            failed.append(1)
+            raise MemoryError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", broken)
+    with pytest.warns(UserWarning, match="last copy .* nothing else under way: MemoryError$"):
+        found = run(state, X)
+    monkeypatch.undo()
+    same(found[:2], jax.jit(one)(state_with(OPTIMIZERS["adam"]), X))
+
+
 def test_an_error_that_more_room_does_not_mend_does_not_ask_for_room(monkeypatch, deep):
     run, state, _ = deep
     real, count = jax.device_put, []

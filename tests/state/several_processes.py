@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
-from jaxmem.errors import JaxmemError
 from jaxmem.state import writing
 from tests import cluster
 
@@ -71,21 +70,6 @@ def same(found: dict, expected: dict) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def said(do) -> str:
-    """The error that ``do`` raises, which must be the same on all processes."""
-    from jaxmem import processes
-
-    try:
-        do()
-    except JaxmemError as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        raise AssertionError("nothing was raised")
-    all_said = processes.meet("compare errors", 20).exchange("text", text)
-    assert len({*all_said}) == 1, all_said
-    return text
-
-
 def blank(found: dict) -> dict:
     def other(x):
         if isinstance(x, jax.Array) and x.committed:
@@ -105,7 +89,7 @@ def failing_meanwhile(run: Path, me: int, large: jax.Array) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
         jaxmem.save(run, {"w": large}, step=step)
         time.sleep(pause * me)
-        text = said(lambda number=step + 1: jaxmem.save(run, {"w": large}, step=number))
+        text = cluster.said(lambda number=step + 1: jaxmem.save(run, {"w": large}, step=number))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert "could not be written by process 1: " in text, text
         jaxmem.save(run, {"w": large}, step=step + 2, keep=1, wait=True)
@@ -113,7 +97,7 @@ def failing_meanwhile(run: Path, me: int, large: jax.Array) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
     jaxmem.save(run, {"w": large}, step=20)
     time.sleep(2 * me)
-    text = said(lambda: jaxmem.restore(run, {"w": large}))
+    text = cluster.said(lambda: jaxmem.restore(run, {"w": large}))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "could not be written by process 1: " in text, text
     same(jaxmem.restore(run, {"w": large}), {"w": large})
@@ -162,23 +146,27 @@ def main(directory: Path) -> None:
     print("several to several, another way of splitting: holds")
 
     other = {**expected, "epoch": 3 + me}
-    text = said(lambda: jaxmem.save(run, other, step=3))
+    text = cluster.said(lambda: jaxmem.save(run, other, step=3))
     assert "['epoch'] = 3, process 1 has ['epoch'] = 4" in text, text
     other = {**expected, "numpy": expected["numpy"] + me}
-    text = said(lambda: jaxmem.save(run, other, step=3))
+    text = cluster.said(lambda: jaxmem.save(run, other, step=3))
     assert "process 0 has ['numpy'] of each process alone" in text, text
-    text = said(lambda: jaxmem.save(run, {**expected, **({"more": 1} if me else {})}, step=3))
+    text = cluster.said(
+        lambda: jaxmem.save(run, {**expected, **({"more": 1} if me else {})}, step=3)
+    )
     assert "process 1 has ['more'] = 1" in text, text
-    text = said(lambda: jaxmem.save(run, expected, step=3 + me))
+    text = cluster.said(lambda: jaxmem.save(run, expected, step=3 + me))
     assert "process 0 is to save checkpoint 3" in text, text
     assert "process 1 to save checkpoint 4" in text, text
-    text = said(lambda: jaxmem.save(run, {**expected, **({"epoch": print} if me else {})}, step=3))
+    text = cluster.said(
+        lambda: jaxmem.save(run, {**expected, **({"epoch": print} if me else {})}, step=3)
+    )
     assert "CheckpointError: ['epoch'] is a builtin_function" in text, text
-    text = said(lambda: jaxmem.save(run, expected, step=2))
+    text = cluster.said(lambda: jaxmem.save(run, expected, step=2))
     assert "step 2 does not come after 2" in text, text
-    text = said(lambda: jaxmem.restore(run, expected, step=0))
+    text = cluster.said(lambda: jaxmem.restore(run, expected, step=0))
     assert "no complete checkpoint 0; there are: 1, 2" in text, text
-    text = said(lambda: jaxmem.restore(run, {**blank(expected), "epoch": 0.5 if me else 1}))
+    text = cluster.said(lambda: jaxmem.restore(run, {**blank(expected), "epoch": 0.5 if me else 1}))
     assert "['epoch'] (float, saved as int)" in text, text
     print("the same errors on all processes: holds")
 
@@ -188,7 +176,7 @@ def main(directory: Path) -> None:
     for refused in (0, 1):
         if me == refused:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
-        text = said(lambda: jaxmem.save(run, {"w": large}, step=3, wait=True))
+        text = cluster.said(lambda: jaxmem.save(run, {"w": large}, step=3, wait=True))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert text.startswith("CheckpointError: "), text
         assert f"could not be written by process {refused}: " in text, text
@@ -210,7 +198,7 @@ def main(directory: Path) -> None:
         raw = bytearray(whole)
         raw[len(raw) // 2] ^= 4
         data.write_bytes(raw)
-    text = said(lambda: jaxmem.restore(run, blank(expected)))
+    text = cluster.said(lambda: jaxmem.restore(run, blank(expected)))
     assert "is damaged: what was read of" in text, text
     if me == 0:
         data.write_bytes(whole)

@@ -332,6 +332,21 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, state, o
     assert not (tmp_path / "run").exists()
 
 
+def test_numbers_of_numpy_and_jax_number_checkpoints(tmp_path):
+    for step in (np.int64(1), jnp.int32(2), np.uint8(3)):
+        jaxmem.save(tmp_path, {"w": jnp.full(3, float(step))}, step=step, wait=True)
+        found = jaxmem.restore(tmp_path, {"w": jnp.zeros(3)}, step=step)
+        assert float(found["w"][0]) == float(step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("step", [True, "1", 1.0, -1])
+def test_what_is_no_number_of_a_checkpoint_is_told_when_one_is_read(tmp_path, step):
+    jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=1, wait=True)
+    with pytest.raises(CheckpointError, match=f"step={step!r}: give the number"):
+        jaxmem.restore(tmp_path, {"w": jnp.zeros(3)}, step=step)
+
+
 def test_a_donated_leaf_is_named(tmp_path):
     w = jnp.ones(3)
     w.delete()

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_signal_before_the_first_call_of_a_resumed_run_is_heard(tmp_path):
             assert (process.returncode, out.splitlines()[-1:]) == (0, ["stopped after 100"]), err
 
 
-@pytest.mark.parametrize("step", [True, "3", None, 1.0])
+@pytest.mark.parametrize("step", [True, "3", None, 1.0, np.float32(1), jnp.float32(1)])
 def test_a_step_is_a_number(step):
     with pytest.raises(jaxmem.ArgumentError, match="step="):
         jaxmem.preempted(step)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -217,6 +218,18 @@ def test_it_prints_as_a_table_and_names_cannot_steer_it():
 def test_wrong_uses(rules, options, said):
     with pytest.raises(ShardingError, match=said):
         jaxmem.shard({"w": shape(8, 6)}, GRID, rules, **options)
+
+
+@pytest.mark.parametrize("leaf", ["text", print, np.array(["a"])])
+def test_a_leaf_that_is_no_array_is_named(leaf):
+    with pytest.raises(ShardingError, match=r"\['w'\]\[1\] is a .* cannot be split"):
+        jaxmem.shard({"w": [shape(8), leaf]}, GRID, "fsdp", axis="data")
+
+
+@pytest.mark.parametrize("mesh", [None, 8, "data"])
+def test_what_is_no_mesh_is_told(mesh):
+    with pytest.raises(ShardingError, match=r"mesh is .* Give a jax\.sharding\.Mesh"):
+        jaxmem.shard({"w": shape(8, 6)}, mesh, "fsdp")
 
 
 def test_a_mesh_of_several_axes_needs_one_that_is_said():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 from collections.abc import Mapping
@@ -81,6 +82,6 @@ def _attribute(base: Any, name: str) -> Any:
         found = inspect.getattr_static(base, name)
     except AttributeError as error:
         raise UnknownError from error
-    if isinstance(found, property):
+    if isinstance(found, property | functools.cached_property):
         raise UnknownError
     return getattr(base, name)

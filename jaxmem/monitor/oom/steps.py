@@ -169,10 +169,10 @@ def spare_bytes(program: Program) -> int:
         if not leaf.donated:
             key = (tuple(value.aval.shape), value.aval.dtype)
             free[key] = free.get(key, 0) + 1
-    spare = 0
+    spare, aliased = 0, program.aliased_results
     for number, atom in enumerate(program.block.outputs):
         key = (tuple(getattr(atom.aval, "shape", ())), getattr(atom.aval, "dtype", None))
-        if number not in program.aliased_results and free.get(key, 0):
+        if number not in aliased and free.get(key, 0):
             free[key] -= 1
             spare += getattr(atom, "nbytes", 0)
     return spare
