@@ -137,6 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, module in _OF_A_STEP.items():
         command(name, module, f"{entry.HELP}\n{HELP}")
     command("diff", diff, f"{entry.HELP}\n{DIFF_HELP}", TROUBLE)
-    command("top", top)
+    command("top", top, top.ENDS)
     command("completion", completion, f"{completion.HOW}\n{HELP}")
     return parser
