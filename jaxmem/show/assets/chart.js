@@ -449,7 +449,7 @@ function paintPhases(plot, report, from, to) {
     ctx.textBaseline = "middle";
     // The name of a phase that is too narrow for it stands before it, where there is room.
     const pointing = `${name} ▸`, room = ctx.measureText(pointing).width + 10 * pixel;
-    const before = ctx.measureText(name).width + 10 * pixel > end - x && x - free > room;
+    const before = ctx.measureText(name).width + 5 * pixel > end - x && x - free > room;
     ctx.textAlign = before ? "right" : "left";
     ctx.beginPath();
     ctx.rect(before ? x - room : x, bbox.top - 22 * pixel, before ? room : end - x, 20 * pixel);
