@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.monitor import doctor
 from jaxmem.planner.report import MemoryReport
 from tests.cli.test_real import TRAIN
 from tests.show.samples import GIB, plan, report
@@ -215,6 +217,18 @@ def test_a_writer_that_fails_leaves_the_old_file(planning, capsys, monkeypatch, 
     assert "No space left on device" in err and str(file) in err and "Traceback" not in err
     assert file.read_text() == "old"
     assert not list(Path().glob(".jaxmem-*"))
+
+
+def test_doctor(capsys, monkeypatch):
+    found = doctor.diagnose()
+    monkeypatch.setattr(doctor, "diagnose", lambda **_: dataclasses.replace(found, problems=[]))
+    assert cli.main(["doctor", "--json", "-o", "found.json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("found.json").read_text())
+    Path("found.json").unlink()
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+    assert cli.main(["doctor", "-o", "found.json"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("python ") and "found.json cannot be written: No space" in err
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES["plan"][1:])
