@@ -1,8 +1,8 @@
 """The command line: what it takes, and how each command ends.
 
 Exit codes: 0 it fits, 2 it does not fit, 64 the command line is wrong, 130 interrupted, 1 anything
-else; ``jaxmem diff`` ends as ``diff(1)`` does, ``jaxmem top`` and ``jaxmem doctor`` say theirs. Nothing here imports jax before a command needs it,
-so that ``jaxmem --help`` is quick.
+else; ``jaxmem diff`` ends as ``diff(1)`` does, ``jaxmem top`` and ``jaxmem doctor`` say theirs.
+Nothing here imports jax before a command needs it, so that ``jaxmem --help`` is quick.
 """
 
 from __future__ import annotations
