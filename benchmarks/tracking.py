@@ -7,7 +7,8 @@ plain, decorated (each call begins and ends) and in one block around all of them
 rate, with a file of samples. The ways take turns of about a second; the result is the median of the
 ratios of neighbouring turns, of the clock and of processor time. Where others use the machine those
 differ by more than 1%: then ``share`` says more, the time that tracking's own code ran on its
-thread and on the caller's.
+thread and on the caller's. ``call_microseconds`` is what a decorated call of nothing costs its
+thread: all that is done where tracking leaves out its looks.
 """
 
 from __future__ import annotations
@@ -74,6 +75,24 @@ def make_step(milliseconds: float) -> tuple[Callable[..., Any], Callable[[int], 
     return step_of(max(1, round(milliseconds / 1e3 / each))), new_state
 
 
+def call_microseconds(calls: int = 20_000) -> float:
+    """Processor time that a decorated call of a function that does nothing adds, at best."""
+
+    def nothing() -> None:
+        pass
+
+    decorated = jaxmem.track("nothing", publish=False)(nothing)
+
+    def each(call: Callable[[], None]) -> float:
+        started = time.thread_time()
+        for _ in range(calls):
+            call()
+        return (time.thread_time() - started) / calls * 1e6
+
+    each(decorated)  # What tracking has saved up to look with is spent here.
+    return min(each(decorated) for _ in range(5)) - min(each(nothing) for _ in range(5))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--leaves", type=int, default=1200)
@@ -119,6 +138,7 @@ def main() -> int:
         "leaves": options.leaves,
         "turns": options.turns,
         "step_milliseconds": statistics.median(wall for wall, _ in plain) * 1e3,
+        "call_microseconds": call_microseconds(),
         "sampler_share": (SAMPLER.spent - spent) / (len(trackers) * each),
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")},
     }

@@ -82,8 +82,10 @@ def _of_step(step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if outcome.stream is not None:
                 raise ArgumentError(
                     f"{outcome.plan.function}: jaxmem bench times steps that are one program, and "
-                    "this one updates leaves in host memory piece by piece (host=). Time its "
-                    "calls, or use .profile(...) of the fitted step."
+                    "this one updates leaves in host memory piece by piece (host=). Profile its "
+                    "second call, which says the seconds of the step and what its copies cost: "
+                    "results = step(state, batch), then results, profile = step.profile(state, "
+                    "batch) with the new state; print(profile)."
                 )
             telling = show_progress(step._planning.progress, f"timing {outcome.plan.function}")
             with telling as report, tracing_for(target):

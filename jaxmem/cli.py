@@ -1,8 +1,8 @@
 """The command line: what it takes, and how each command ends.
 
 Exit codes: 0 it fits, 2 it does not fit, 64 the command line is wrong, 130 interrupted, 1 anything
-else; ``jaxmem diff`` ends as ``diff(1)`` does. Nothing here imports jax before a command needs it,
-so that ``jaxmem --help`` is quick.
+else; ``jaxmem diff`` ends as ``diff(1)`` does, ``jaxmem top`` and ``jaxmem doctor`` say theirs.
+Nothing here imports jax before a command needs it, so that ``jaxmem --help`` is quick.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         module.add(made)
         made.set_defaults(run=module.run, failed=failed)
 
-    command("doctor", doctor)
+    command("doctor", doctor, doctor.ENDS)
     for name, module in _OF_A_STEP.items():
         command(name, module, f"{entry.HELP}\n{HELP}")
     command("diff", diff, f"{entry.HELP}\n{DIFF_HELP}", TROUBLE)
-    command("top", top)
+    command("top", top, top.ENDS)
     command("completion", completion, f"{completion.HOW}\n{HELP}")
     return parser

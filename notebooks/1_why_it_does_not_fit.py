@@ -97,7 +97,7 @@ report
 # %%
 shares = report.by_category()
 for category, nbytes in shares.items():
-    print(f"{category:10} {nbytes / 2**20:6.1f} MiB  {nbytes / report.peak_bytes:4.0%} of the peak")
+    print(f"{category:13} {nbytes / 2**20:6.1f} MiB  {nbytes / report.peak_bytes:4.0%} of the peak")
 
 # %%
 for line, nbytes in list(report.by_source().items())[:5]:

@@ -108,8 +108,8 @@ print(tree({"model": model, "optimizer": optimizer}))
 batch = signals(jax.random.key(100), noise=1.0)
 report = jaxmem.analyze(train_step, model, optimizer, *batch)
 for category, nbytes in report.by_category().items():
-    print(f"{category:10} {nbytes / 2**20:5.1f} MiB at the peak")
-print(f"{'compiled':10} {report.compiled_bytes / 2**20:5.1f} MiB in all")
+    print(f"{category:13} {nbytes / 2**20:5.1f} MiB at the peak")
+print(f"{'compiled':13} {report.compiled_bytes / 2**20:5.1f} MiB in all")
 
 # %% [markdown]
 # ## Inside a budget

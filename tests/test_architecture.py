@@ -21,6 +21,7 @@ PACKAGE = ROOT / "jaxmem"
 LEVELS = {
     "errors": 0,
     "displayed": 0,
+    "files": 0,
     "_before_jax": 2,
     "units": 1,
     "_compat": 1,

@@ -14,6 +14,7 @@ from jaxmem import benched
 from jaxmem.errors import ArgumentError, BudgetInfeasibleError
 from jaxmem.runtime import bench
 from tests.fitted_steps import DEEP_ARGS, deep
+from tests.streamed_steps import OPTIMIZERS, X, fitted, in_small_buckets, state_with, step_with
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,23 @@ def test_what_cannot_be_timed_here(planned_deep):
         benched.bench(prints, jnp.ones(3), progress=False)
     with pytest.raises(BudgetInfeasibleError):
         benched.bench(deep, *DEEP_ARGS, budget="100KiB", progress=False)
+
+
+def test_a_step_with_state_in_host_memory_is_refused_with_the_way_to_its_seconds(monkeypatch):
+    """Planned for an H200 as such steps are; that none is here must not be what is said."""
+    monkeypatch.setattr(bench.Bench, "check", lambda self, program: None)
+    tx = OPTIMIZERS["adam"]
+    run = fitted(step_with(tx))
+    with in_small_buckets(python_seconds=0.0), pytest.raises(ArgumentError) as refused:
+        benched.bench(run, state_with(tx), X)
+    assert "updates leaves in host memory piece by piece (host=)" in str(refused.value)
+    # The way out is a method of the step; where there is no GPU it says so and runs nothing.
+    assert "results, profile = step.profile(state, batch)" in str(refused.value)
+    with in_small_buckets(python_seconds=0.0):
+        state = run.place(state_with(tx), X)[0]
+        with pytest.raises(ArgumentError, match="a profile tells which copies a GPU waits for"):
+            run.profile(state, X)
+        assert not any(a.is_deleted() for a in jax.tree.leaves(state))
 
 
 def test_microbatches_that_the_planner_chose():

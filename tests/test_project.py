@@ -35,8 +35,8 @@ def requirements(*extras: str) -> list[Requirement]:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_lock_files_satisfy_the_package(python: str):
     locked = pins(python)
-    for requirement in requirements("completion", "flax", "test", "dev"):
-        assert locked[requirement.name] in requirement.specifier
+    for requirement in requirements("completion", "flax", "tracking", "test", "dev"):
+        assert locked[requirement.name.lower()] in requirement.specifier
 
 
 @pytest.mark.parametrize("python", PYTHONS)

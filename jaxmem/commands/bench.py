@@ -13,7 +13,7 @@ def add(parser: ArgumentParser) -> None:
     """Declare the options."""
     entry.add(parser)
     plan.add_budget(parser)
-    output.add_output(parser, ".json")
+    output.add_output(parser, ".json", ".csv")
 
 
 def run(options: Namespace) -> int:
@@ -24,5 +24,6 @@ def run(options: Namespace) -> int:
 
     with entry.users_errors(options.entry):
         found = bench(step, *args, budget=options.budget)
-    output.give(found, options, {".json": output.text_writer(found.to_json)})
+    writers = {".json": output.text_writer(found.to_json), ".csv": found.to_csv}
+    output.give(found, options, writers)
     return exits.FITS

@@ -23,7 +23,7 @@ def add(parser: ArgumentParser) -> None:
     for name in ("before", "after"):
         side = parser.add_argument(name, metavar=name.upper(), help=_WHAT)
         completion.completed(side, completion.plans_and_entries)
-    output.add_output(parser, ".json")
+    output.add_output(parser, ".json", ".csv")
 
 
 def run(options: Namespace) -> int:
@@ -54,7 +54,8 @@ def _run(options: Namespace) -> int:
         (other,) = plans.values()
         plans[name] = _planned(name, other)
     found = plans[options.before].diff(plans[options.after])
-    output.give(found, options, {".json": output.text_writer(found.to_json)})
+    writers = {".json": output.text_writer(found.to_json), ".csv": found.to_csv}
+    output.give(found, options, writers)
     return exits.DIFFERENT if found else exits.SAME
 
 

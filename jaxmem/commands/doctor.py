@@ -9,6 +9,8 @@ from jaxmem.commands import exits, output, platform
 
 HELP = "say what is installed, what works, and how to fix the rest"
 
+ENDS = "exit codes: 0 all works, 1 there is a problem or another error, 64 wrong usage"
+
 
 def add(parser: ArgumentParser) -> None:
     """Declare the options."""
@@ -26,6 +28,8 @@ def run(options: Namespace) -> int:
     def as_json() -> str:
         return output.json_text(asdict(diagnosis))
 
-    output.write(options.output, {".json": output.text_writer(as_json)})
-    print(as_json() if options.json else output.cleaned(str(diagnosis)), file=options.answer)
+    try:
+        output.write(options.output, {".json": output.text_writer(as_json)})
+    finally:  # What cannot be written is printed all the same.
+        print(as_json() if options.json else output.cleaned(str(diagnosis)), file=options.answer)
     return exits.FAILED if diagnosis.problems else exits.FITS

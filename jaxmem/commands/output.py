@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxmem.errors import BudgetInfeasibleError, EntryPointError
+from jaxmem.errors import BudgetInfeasibleError, EntryPointError, JaxmemError
+from jaxmem.files import check_replaceable, replacing
 
 Writer = Callable[[Path], object]
 
@@ -51,14 +52,10 @@ def _writable(suffixes: Sequence[str], name: str) -> NamedFile:
         raise argparse.ArgumentTypeError(
             f"{name!r} does not say what to write: its suffix must be {' or '.join(suffixes)}"
         )
-    is_new = not path.exists()
-    if is_new or path.is_file():
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"{name!r}: {error.strerror}") from error
-        if is_new:
-            path.unlink()
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name!r}: {error.strerror}") from error
     return NamedFile(path, max(fitting, key=len))
 
 
@@ -71,13 +68,22 @@ def write(files: Sequence[NamedFile], writers: Mapping[str, Writer]) -> None:
     for file in files:
         try:
             writers[file.suffix](file.path)
+        except JaxmemError:
+            raise
         except OSError as error:
-            raise EntryPointError(f"{file.path} cannot be written: {error}") from error
+            raise EntryPointError(
+                f"{file.path} cannot be written: {error.strerror or error}"
+            ) from error
 
 
 def text_writer(text: Callable[[], str]) -> Writer:
     """Writes what a function returns."""
-    return lambda path: path.write_text(text() + "\n", encoding="utf-8")
+
+    def write_to(path: Path) -> None:
+        with replacing(path) as file:
+            file.write(text() + "\n")
+
+    return write_to
 
 
 def json_text(found: Any) -> str:

@@ -37,8 +37,10 @@ def nvtx_library(wanted: bool | None) -> Any:
 
 def mark(name: str, nvtx: Any) -> AbstractContextManager[Any]:
     """A range of this name in the traces that are being taken."""
+    range_of_jax = jax.profiler.TraceAnnotation(name)
+    if nvtx is None:
+        return range_of_jax
     ranges = ExitStack()
-    ranges.enter_context(jax.profiler.TraceAnnotation(name))
-    if nvtx is not None:
-        ranges.enter_context(nvtx.annotate(name, domain=_DOMAIN))
+    ranges.enter_context(range_of_jax)
+    ranges.enter_context(nvtx.annotate(name, domain=_DOMAIN))
     return ranges

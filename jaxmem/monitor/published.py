@@ -124,6 +124,10 @@ def of_process(pid: int) -> Published:
         started, command, history = kept["started"], str(kept["command"]), kept["history"]
         sample, numbers = Sample.from_dict(kept["sample"]), tuple(map(int, history))
     except FileNotFoundError:
+        if not _is_running(pid):
+            raise TrackError(
+                f"there is no process {pid}. jaxmem top without a number shows all that track."
+            ) from None
         raise TrackError(
             f"process {pid} tracks nothing that is published here ({path.parent}). In it: "
             'with jaxmem.track("train"): ..., and the same JAXMEM_CACHE_DIR if that is set.'
@@ -135,9 +139,11 @@ def of_process(pid: int) -> Published:
 
 
 def _is_running(pid: int) -> bool:
+    if pid <= 0:  # To the kernel that is a group of processes.
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmem.displayed import Displayed
 from jaxmem.errors import ArgumentError, TrackError
 from jaxmem.monitor import published
 from jaxmem.monitor.duty import check_seconds
@@ -17,7 +19,7 @@ _SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Screen:
+class Screen(Displayed):
     """What ``jaxmem top`` shows at one moment.
 
     Attributes:
@@ -28,22 +30,22 @@ class Screen:
     processes: tuple[Published, ...]
     time: float
 
-    def __rich__(self) -> Any:
-        from jaxmem.show.live import screen_view
-
-        return screen_view(self)
-
-    def __str__(self) -> str:
-        from jaxmem.show.live import screen_text
-
-        return screen_text(self)
-
     def to_dict(self) -> list[dict[str, Any]]:
-        """The last sample of each process, as what JSON knows."""
+        """The last sample of each process, as what JSON knows, and what was in use before it."""
         return [
-            {"pid": p.pid, "command": p.command, "alive": p.alive, **p.sample.to_dict()}
+            {
+                "pid": p.pid,
+                "command": p.command,
+                "alive": p.alive,
+                "history": list(p.history),
+                **p.sample.to_dict(),
+            }
             for p in self.processes
         ]
+
+    def to_json(self) -> str:
+        """All that is shown, as JSON text: when it was looked at, and the processes."""
+        return json.dumps({"time": self.time, "processes": self.to_dict()}, indent=1)
 
 
 def screen(pid_or_path: int | str | os.PathLike[str] | None = None) -> Screen:
@@ -70,7 +72,8 @@ def screen(pid_or_path: int | str | os.PathLike[str] | None = None) -> Screen:
             f"top of {pid_or_path!r}: it takes the number of a process or a file of samples."
         )
     given = str(pid_or_path)
-    if given.isdigit():
+    # Twenty digits hold every number that a kernel gives; a longer name is that of a file.
+    if given.isascii() and given.isdecimal() and len(given) <= 20:
         return Screen((published.of_process(int(given)),), time.time())
     return Screen((published.of_file(given),), time.time())
 
@@ -87,6 +90,11 @@ def screens(
         time.sleep(every)
 
 
+def is_live(console: Any) -> bool:
+    """Whether a ``rich.console.Console`` can show what changes."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def run(
     pid_or_path: int | str | os.PathLike[str] | None = None,
     *,
@@ -99,7 +107,8 @@ def run(
     Args:
         pid_or_path: as for :func:`screen`.
         every: seconds between two looks.
-        once: show what there is and return; ``None`` does so where there is no terminal.
+        once: show what there is and return; ``None`` does so where there is no terminal, or one
+            that cannot draw over what it has drawn.
         console: a ``rich.console.Console``; by default that of the standard output.
 
     Returns:
@@ -114,7 +123,7 @@ def run(
 
     check_seconds("every", every)
     console = console or Console()
-    if once or (once is None and not console.is_terminal):
+    if once or (once is None and not is_live(console)):
         console.print(screen(pid_or_path), markup=False, emoji=False, highlight=False)
         return 0
     first = screen(pid_or_path)

@@ -84,9 +84,12 @@ def track(
         MissingExtraError: what was asked for needs a library that is not installed.
 
     Cost:
-        Less than 1% of the time in all. Going through the live arrays, at the beginning, the end
-        and at points, takes 1 to 2 us for each of them; at the beginning and end of what is called
-        often it is left out where it would take more than 0.3% of the time.
+        Its own code takes less than 1% of the time, and 5 us of a call in which it does not look.
+        Steps of 33 ms with 1200 arrays of state were 2% longer where each call was tracked, and no
+        longer inside one block (``benchmarks/tracking.py``, on an H200's host). Going through the
+        live arrays, at the beginning, the end and at points, takes 1 to 2 us for each of them; at
+        the beginning and end of what is called often it is left out where it would take more than
+        0.3% of the time.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> kept = []

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxmem.displayed import Displayed
+from jaxmem.planner.tables import Rows, names_of, write_table
 from jaxmem.policies import Policy
 from jaxmem.units import format_bytes, format_seconds
 
@@ -83,6 +85,27 @@ class PlanDiff(Displayed):
         moved = [{**asdict(m), "kind": m.kind} for m in self.moved]
         found = {**asdict(self), "moved": moved, "same": not self}
         return json.dumps(found, indent=1, sort_keys=True)
+
+    def to_csv(self, path: str | Path, table: str = "changes") -> None:
+        """Write ``"changes"``, the figures and settings, or ``"moved"``, the values, as CSV.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        actions = ["group", "kind", "nbytes", "before", "after"]
+        tables: dict[str, tuple[list[str], Rows]] = {
+            "changes": (names_of(Change), lambda: map(vars, self.changes)),
+            "moved": (actions, lambda: map(_moved_row, self.moved)),
+        }
+        write_table(path, tables, table)
+
+
+def _moved_row(moved: Moved) -> dict[str, Any]:
+    def action(decision: Decision | None) -> str:
+        return "" if decision is None else decision.action
+
+    sides = {"before": action(moved.before), "after": action(moved.after)}
+    return {"group": moved.decision.key, "kind": moved.kind, "nbytes": moved.nbytes, **sides}
 
 
 def difference(plan: Plan, other: Plan) -> PlanDiff:

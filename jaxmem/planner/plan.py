@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanMismatchError
+from jaxmem.files import replacing
 from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 from jaxmem.planner.tables import Rows, names_of, write_table
 
@@ -338,8 +339,9 @@ class Plan(Displayed):
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to ``path`` as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan to ``path`` as JSON; a file that is there is replaced as a whole."""
+        with replacing(path) as file:
+            file.write(self.to_json())
 
     def to_csv(self, path: str | Path, table: str = "decisions") -> None:
         """Write ``"decisions"``, ``"rounds"`` (the compiles) or ``"holders"`` as CSV.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import ReportError
+from jaxmem.files import replacing
 
 Rows = Callable[[], Iterable[Mapping[str, Any]]]
 
@@ -28,7 +29,7 @@ def write_table(
     with ``=`` for a formula.
 
     Args:
-        path: the file; it is replaced.
+        path: the file; it is replaced as a whole, or not at all.
         tables: columns and rows of each table by its name.
         table: the one to write.
 
@@ -39,7 +40,7 @@ def write_table(
     if table not in tables:
         raise ReportError(f"no table is called {table!r}: there are {', '.join(tables)}.")
     columns, rows = tables[table]
-    with Path(path).open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+    with replacing(path, errors="surrogatepass") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows([_cell(row[name]) for name in columns] for row in rows())

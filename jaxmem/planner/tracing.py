@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _PROCESS, _PHASES, _FIRST_LANE = 1, 1, 2
 _MOST_SLICES = 20_000
+_UNLISTED = "not in the list"
 
 
 def trace_of(report: MemoryReport, least_bytes: int) -> dict[str, Any]:
@@ -45,15 +46,20 @@ def trace_of(report: MemoryReport, least_bytes: int) -> dict[str, Any]:
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": _text(name)}}
+
+
+def _text(name: str) -> str:
+    """A name that every reader of the format takes: there is one, and it is Unicode."""
+    return name.encode("utf-8", "replace").decode("utf-8") or "(no name)"
 
 
 def _phases(report: MemoryReport) -> Iterator[dict[str, Any]]:
-    ends = [start for _, start in report.phases[1:]] + [len(report.timeline)]
+    ends = [*(start for _, start in report.phases), len(report.timeline)][1:]
     for (name, start), end in zip(report.phases, ends, strict=True):
         yield {
             "ph": "X",
-            "name": name,
+            "name": _text(name),
             "cat": "phase",
             "pid": _PROCESS,
             "tid": _PHASES,
@@ -64,20 +70,32 @@ def _phases(report: MemoryReport) -> Iterator[dict[str, Any]]:
 
 
 def _counters(report: MemoryReport) -> Iterator[dict[str, Any]]:
-    """One sample wherever the bytes of a category change; they are drawn on top of each other."""
+    """One sample wherever the bytes of a category change; they are drawn on top of each other.
+
+    Bytes that are live and belong to no buffer, such as those inside a loop, are a series of their
+    own, so that all of them together are the timeline.
+    """
     changes: dict[int, dict[str, int]] = {}
     for b in report.buffers:
         if b.memory != "device":
             continue
+        category = _text(b.category)
         for at, nbytes in ((b.start, b.nbytes), (b.end + 1, -b.nbytes)):
-            moved = changes.setdefault(at, {})
-            moved[b.category] = moved.get(b.category, 0) + nbytes
-    live = dict.fromkeys(sorted({b.category for b in report.buffers if b.memory == "device"}), 0)
-    for at in sorted(changes):
-        if at >= len(report.timeline):
-            break
-        for category, nbytes in changes[at].items():
+            moved = changes.setdefault(max(0, at), {})
+            moved[category] = moved.get(category, 0) + nbytes
+    live = dict.fromkeys(sorted({c for moved in changes.values() for c in moved}), 0)
+    told: dict[str, int] = {}
+    samples = []
+    for at, total in enumerate(report.timeline):
+        for category, nbytes in changes.get(at, {}).items():
             live[category] += nbytes
+        now = {**live, _UNLISTED: max(0, total - sum(live.values()))}
+        if now != told:
+            samples.append((at, now))
+            told = now
+    unlisted = not live or any(now[_UNLISTED] for _, now in samples)
+    series = [*live, _UNLISTED] if unlisted else [*live]
+    for at, now in samples:
         yield {
             "ph": "C",
             "name": "device memory (bytes)",
@@ -85,7 +103,7 @@ def _counters(report: MemoryReport) -> Iterator[dict[str, Any]]:
             "pid": _PROCESS,
             "tid": 0,
             "ts": at,
-            "args": dict(live),
+            "args": {name: now[name] for name in series},
         }
 
 
@@ -104,8 +122,8 @@ def _slices(report: MemoryReport, least_bytes: int) -> Iterator[dict[str, Any]]:
         heapq.heappush(free, (b.end + 1, lane))
         yield {
             "ph": "X",
-            "name": b.name,
-            "cat": b.category,
+            "name": _text(b.name),
+            "cat": _text(b.category),
             "pid": _PROCESS,
             "tid": lane,
             "ts": b.start,
@@ -117,4 +135,5 @@ def _slices(report: MemoryReport, least_bytes: int) -> Iterator[dict[str, Any]]:
 def _told(b: Buffer) -> dict[str, Any]:
     names = ("nbytes", "dtype", "source", "module", "path", "checkpoint_name", "primitive")
     told = {name: getattr(b, name) for name in (*names, "instruction", "memory")}
-    return {**{k: v for k, v in told.items() if v != ""}, "shape": list(b.shape)}
+    kept = {k: _text(v) if isinstance(v, str) else v for k, v in told.items() if v != ""}
+    return {**kept, "shape": list(b.shape)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from jaxmem.displayed import Displayed
+from jaxmem.planner.tables import Rows, names_of, write_table
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,25 @@ class Benchmark(Displayed):
     budget_bytes: int
     programs: tuple[Timed, ...]
     solver: str
+
+    def to_csv(self, path: str | Path, table: str = "programs") -> None:
+        """Write the two ``"programs"``, or each of their ``"runs"``, as CSV.
+
+        Raises:
+            ReportError: there is no table of that name.
+        """
+        programs = [n for n in names_of(Timed) if n != "seconds"]
+        tables: dict[str, tuple[list[str], Rows]] = {
+            "programs": (
+                [*programs, "median_seconds"],
+                lambda: ({**vars(p), "median_seconds": p.median_seconds} for p in self.programs),
+            ),
+            "runs": (
+                ["name", "seconds"],
+                lambda: ({"name": p.name, "seconds": s} for p in self.programs for s in p.seconds),
+            ),
+        }
+        write_table(path, tables, table)
 
     def to_json(self) -> str:
         """What was measured as JSON text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from jaxmem.planner.frontier import Frontier, Point, pareto
@@ -49,11 +50,14 @@ def frontier_svg(frontier: Frontier) -> str:
         "</circle>"
         for p in points[:: max(1, -(-len(points) // _MOST_DOTS))]
     )
+    places = [(float(x(p.peak_bytes)), float(y(p.seconds))) for p in frontier.stock]
     letters = "".join(
-        f'<g><rect x="{x(p.peak_bytes)}" y="{y(p.seconds)}" width="6" height="6" fill="{RED}" '
-        f'transform="translate(-3 -3)"/><text x="{x(p.peak_bytes)}" y="{y(p.seconds)}" dx="6" '
-        f'dy="{-4 - 11 * (n % 3)}">{chr(ord("a") + n % 26)}</text>{_title(p)}</g>'
-        for n, p in enumerate(frontier.stock)
+        f'<g><rect x="{px}" y="{py}" width="6" height="6" fill="{RED}" '
+        f'transform="translate(-3 -3)"/><text x="{px}" y="{py}" dx="6" '
+        f'dy="{raised}">{chr(ord("a") + n % 26)}</text>{_title(p)}</g>'
+        for n, (p, (px, py), raised) in enumerate(
+            zip(frontier.stock, places, _raised(places), strict=True)
+        )
     )
     name = f"seconds a step against peak bytes, {len(points)} points"
     ends = [(_LEFT, "start", least), (_WIDTH - _MARGIN, "end", most)]
@@ -65,12 +69,30 @@ def frontier_svg(frontier: Frontier) -> str:
         f'<text x="{_LEFT - 8}" y="{y(s)}" dy="4" text-anchor="end">{format_seconds(s)}</text>'
         for s in dict.fromkeys((slow, quick))
     )
+    left, foot = _LEFT - 4, _HEIGHT - _MARGIN + 4
+    axis += (
+        f'<polyline points="{left},{_MARGIN - 8} {left},{foot} {_WIDTH - _MARGIN},{foot}" '
+        'fill="none" stroke="currentColor" stroke-opacity=".35"/>'
+    )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'font-size="13" font-family="inherit" fill="currentColor"><title>{escape(name)}</title>'
         f'<polyline points="{" ".join(steps)}" fill="none" stroke="{BLUE}" stroke-width="2"/>'
         f"{dots}{letters}{axis}</svg>"
     )
+
+
+def _raised(places: Sequence[tuple[float, float]]) -> list[int]:
+    """How far above its point each letter stands, so that none lies on another."""
+    taken: list[tuple[float, float]] = []
+    found = []
+    for x, y in places:
+        above = -4
+        while any(abs(x - a) < 10 and abs(y + above - b) < 11 for a, b in taken):
+            above -= 11
+        taken.append((x, y + above))
+        found.append(above)
+    return found
 
 
 def _title(point: Point) -> str:

@@ -38,6 +38,7 @@ _CATEGORIES = {
 }
 _OTHER = "#7b8494"
 _CHART_WIDTH, _CHART_HEIGHT, _CHART_POINTS = 800, 150, 400
+_LETTER_WIDTH = 8  # of the charts' text, about
 _FAINT = "opacity:.7"
 
 
@@ -108,15 +109,12 @@ def page_html(page: Page, chart: str = "") -> str:
 def _card(headline: str, verdict: str, color: str, parts: Sequence[str]) -> str:
     title = f'<div style="font-weight:600;font-size:1.1em">{escape(headline)}</div>'
     state = f'<div style="color:{color};margin-bottom:.6em">{escape(verdict)}</div>' * bool(verdict)
-    style = (
-        "color:inherit;font-family:system-ui,sans-serif;line-height:1.45;max-width:60em;"
-        "padding:.2em 0"
-    )
+    style = "color:inherit;font-family:system-ui,sans-serif;line-height:1.45;padding:.2em 0"
     return f'<div style="{style}">{title}{state}{"".join(parts)}</div>'
 
 
 def _paragraph(text: str, style: str = "") -> str:
-    return f'<div style="margin:.3em 0;{style}">{escape(text)}</div>'
+    return f'<div style="margin:.3em 0;max-width:60em;{style}">{escape(text)}</div>'
 
 
 def _heading(text: str) -> str:
@@ -173,7 +171,7 @@ def _categories(bars: Sequence[Bar]) -> Iterator[str]:
             f'<span style="margin-right:1.2em;white-space:nowrap"><span style="{dot}"></span>'
             f" {words}</span>"
         )
-    yield f'<div style="margin:.3em 0">{" ".join(legend)}</div>'
+    yield f'<div style="margin:.3em 0;max-width:46em">{" ".join(legend)}</div>'
 
 
 def _category(bar: Bar) -> str:
@@ -211,7 +209,7 @@ def timeline_svg(rows: ReportRows) -> str:
         marks.append(
             f'<line x1="{at}" y1="{head}" x2="{at}" y2="{height + 20}" stroke="currentColor" '
             f'stroke-opacity=".45" stroke-dasharray="3 3"/>'
-            f'<text x="{at}" dx="4" y="{height + 17}">{escape(name)}</text>'
+            f'<text x="{at}" {_beside(float(at), name)} y="{height + 17}">{escape(name)}</text>'
         )
     peak = min(rows.peak_index, count - 1)
     column = column_of(peak, count, columns) + 0.5
@@ -228,6 +226,12 @@ def timeline_svg(rows: ReportRows) -> str:
         f'<circle cx="{x(column)}" cy="{y(values[int(column)])}" r="4" fill="{RED}"/>'
         f'<text x="{x(column)}" y="13" text-anchor="{anchor}">{escape(label)}</text></svg>'
     )
+
+
+def _beside(x: float, name: str) -> str:
+    """Right of its line, or left of it where the drawing ends."""
+    fits = x + 4 + _LETTER_WIDTH * len(name) <= _CHART_WIDTH
+    return 'dx="4"' if fits else 'dx="-4" text-anchor="end"'
 
 
 def _folded(grid: Grid) -> Iterator[str]:

@@ -9,10 +9,11 @@ from rich.text import Text
 
 from jaxmem.monitor.published import Published
 from jaxmem.monitor.top import Screen
+from jaxmem.show.html import page_html
 from jaxmem.show.memory import device_grid
 from jaxmem.show.pages import Page
 from jaxmem.show.rows import clean, percent_text, resampled
-from jaxmem.show.terminal import page_view, plain_text, terminal_width
+from jaxmem.show.terminal import page_view
 from jaxmem.units import format_bytes
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -21,21 +22,17 @@ _COLUMNS = 60
 _OLD_SECONDS = 5.0
 
 
-def screen_text(screen: Screen) -> str:
-    """Returns the screen as plain text without colour."""
-    return plain_text(screen_view(screen), terminal_width())
-
-
-def screen_view(screen: Screen) -> RenderableType:
+def screen_view(screen: Screen, width: int) -> RenderableType:
     """Returns the screen as something rich prints."""
     parts: list[RenderableType] = []
     for process in screen.processes:
-        parts += [
-            page_view(_page(process, screen.time), terminal_width()),
-            *_curve(process),
-            Text(),
-        ]
+        parts += [page_view(_page(process, screen.time), width), *_curve(process), Text()]
     return Group(*parts)
+
+
+def screen_html(screen: Screen) -> str:
+    """Returns the screen as an HTML fragment."""
+    return "".join(page_html(_page(process, screen.time)) for process in screen.processes)
 
 
 def _page(process: Published, now: float) -> Page:

@@ -13,6 +13,7 @@ from jaxmem.fitted import FittedStep
 from jaxmem.monitor.oom.explanation import Explanation as OutOfMemory
 from jaxmem.monitor.points import Growth
 from jaxmem.monitor.summary import Summary
+from jaxmem.monitor.top import Screen
 from jaxmem.planner.difference import PlanDiff
 from jaxmem.planner.explain import Explanation
 from jaxmem.planner.frontier import Frontier
@@ -22,7 +23,7 @@ from jaxmem.planner.report import MemoryReport
 from jaxmem.runtime.benchmark import Benchmark
 from jaxmem.runtime.bound import BoundStep
 from jaxmem.runtime.profile import StepProfile
-from jaxmem.show import figures, memory, pages
+from jaxmem.show import figures, live, memory, pages
 from jaxmem.show.curve import frontier_html
 from jaxmem.show.html import page_html, plan_html, report_html
 from jaxmem.show.pages import Page
@@ -108,6 +109,11 @@ def _(value: MemoryReport) -> Shown:
 def _(value: Frontier) -> Shown:
     page = pages.frontier_page(value)
     return Shown(lambda width: page_view(page, width), lambda: frontier_html(value))
+
+
+@shown.register
+def _(value: Screen) -> Shown:
+    return Shown(lambda width: live.screen_view(value, width), lambda: live.screen_html(value))
 
 
 @shown.register

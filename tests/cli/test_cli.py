@@ -200,12 +200,20 @@ def test_wrong_usage_is_not_mistaken_for_does_not_fit(words, capsys):
     assert ": error: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["doctor", "-h"]])
-def test_help(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (["--help"], "0 fits, 2 does not fit"),
+        (["plan", "--help"], "0 fits, 2 does not fit"),
+        (["doctor", "-h"], "0 all works, 1 there is a problem"),
+        (["diff", "-h"], "0 no difference, 1 a difference"),
+    ],
+)
+def test_help(words, ends, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(words)
     assert left.value.code == 0
-    assert "exit codes: 0 fits, 2 does not fit" in capsys.readouterr().out
+    assert f"exit codes: {ends}" in capsys.readouterr().out
 
 
 def run_jaxmem(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -97,6 +97,41 @@ def test_a_writer_for_tensorboard_gets_scalars_named_by_what_they_are(monkeypatc
     assert any(tag == "epoch/host/rss_bytes_process" for tag, *_ in scalars)
 
 
+def test_a_folder_for_tensorboard_has_the_scalars_in_its_own_format(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="needs the extra tracking")
+    from tensorboardX.proto.event_pb2 import Event
+
+    Allocator(monkeypatch).uses(5 * MIB)
+    t = jaxmem.track("epoch", tensorboard=tmp_path / "logs", publish=False)
+    with t:
+        pass
+    t.close()
+    (file,) = (tmp_path / "logs").iterdir()
+    rest, found = file.read_bytes(), {}
+    while rest:  # Records: their length, its checksum, the event, and that of the event.
+        length = int.from_bytes(rest[:8], "little")
+        for value in Event.FromString(rest[12 : 12 + length]).summary.value:
+            found[value.tag] = value.simple_value
+        rest = rest[16 + length :]
+    # TensorBoard's tags have no colon; its library puts a line in the place of each.
+    device = figures.name_of(jax.local_devices()[0]).replace(":", "_")
+    assert found[f"epoch/{device}/in_use_bytes_allocator"] == 5 * MIB
+    assert found["epoch/host/rss_bytes_process"] > 0
+
+
+def test_a_range_without_nvtx_is_that_of_jax_alone():
+    """Each tracked call makes one: what holds several together costs as much as all the rest."""
+    assert type(marks.mark("epoch", None)) is jax.profiler.TraceAnnotation
+
+
+def test_ranges_of_the_real_nvtx_open_and_close():
+    """Without Nsight Systems they go nowhere; that they can be set and nest is seen here."""
+    pytest.importorskip("nvtx", reason="needs the extra tracking")
+    with jaxmem.track("outer", nvtx=True, publish=False) as outer, outer:
+        pass
+    assert outer.calls == 2
+
+
 @pytest.mark.parametrize("library", ["tensorboardX", "nvtx"])
 def test_a_library_that_is_missing_is_named_with_its_extra(library: str, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, library, None)

@@ -150,7 +150,7 @@ def test_hostile_names_are_inert(folder: Path):
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path):
     with pytest.raises(TrackError, match="no process of this user is tracked now"):
         top.run()
-    with pytest.raises(TrackError, match="process 4194311 tracks nothing that is published"):
+    with pytest.raises(TrackError, match="there is no process 4194311"):
         top.run(2**22 + 7)
     with pytest.raises(TrackError, match=r"nowhere\.jsonl cannot be read: No such file"):
         top.run(tmp_path / "nowhere.jsonl")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import jaxmem
 from jaxmem.errors import ReportError
 from jaxmem.planner.report import Buffer, MemoryReport
+from jaxmem.planner.tracing import trace_of
 from tests.show import samples
+from tests.trace_format import checked
 
 
 def report(**changes) -> MemoryReport:
@@ -114,33 +120,13 @@ def test_plans_and_frontiers_too(tmp_path):
     assert path.read_text().count("\n") == len(frontier.stock) + 1
 
 
-def check_trace(events: list[dict]) -> None:
-    """What the trace event format asks of complete, counter and metadata events."""
-    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for event in events:
-        assert event["ph"] in "XCM"
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        if event["ph"] == "C":
-            assert event["args"]
-            assert all(isinstance(v, int) and v >= 0 for v in event["args"].values())
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            spans = lanes.setdefault((event["pid"], event["tid"]), [])
-            spans.append((event["ts"], event["ts"] + event["dur"]))
-    for spans in lanes.values():
-        spans.sort()
-        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "they overlap"
-
-
 @pytest.mark.parametrize("name", ["step", *samples.HOSTILE])
 def test_a_trace_is_one_of_the_format(name: str, tmp_path):
     made = named(name)
     made.to_trace(tmp_path / "t.json")
+    events = checked((tmp_path / "t.json").read_text())
     data = json.loads((tmp_path / "t.json").read_text())
-    check_trace(data["traceEvents"])
-    drawn = [e for e in data["traceEvents"] if e["ph"] == "X" and e["cat"] != "phase"]
+    drawn = [e for e in events if e["ph"] == "X" and e["cat"] != "phase"]
     assert len(drawn) == len(made.buffers)
     assert data["otherData"]["peak_bytes"] == made.peak_bytes
 
@@ -155,8 +141,7 @@ def test_the_counters_add_up_to_the_timeline(tmp_path):
     made = report(timeline=tuple(live), buffers=())
     made = replace(made, buffers=buffers)
     made.to_trace(tmp_path / "t.json", least_bytes=30)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    check_trace(events)
+    events = checked((tmp_path / "t.json").read_text())
     now = {e["ts"]: sum(e["args"].values()) for e in events if e["ph"] == "C"}
     last = 0
     for at, nbytes in enumerate(live):
@@ -164,6 +149,72 @@ def test_the_counters_add_up_to_the_timeline(tmp_path):
         assert last == nbytes
     drawn = [e for e in events if e["ph"] == "X" and e["cat"] != "phase"]
     assert sorted(e["args"]["nbytes"] for e in drawn) == list(range(30, 41))
+
+
+lifetimes = st.tuples(st.integers(0, 14), st.integers(0, 9), st.integers(0, 1 << 40))
+
+
+@given(
+    st.lists(lifetimes, max_size=20),
+    st.lists(st.integers(0, 1 << 41), min_size=1, max_size=12),
+    st.integers(0, 1 << 40),
+)
+def test_a_trace_of_any_report_is_one_of_the_format(found, timeline, least):
+    """Buffers that end after the schedule, are empty, or do not add up to what is live, too."""
+    buffers = tuple(
+        samples.buffer(n, "temporary" if n % 2 else "residual", start=a, end=a + span)
+        for a, span, n in found
+    )
+    made = replace(report(buffers=()), timeline=tuple(timeline), phases=(), buffers=buffers)
+    events = checked(json.dumps(trace_of(made, least)))
+    now = {e["ts"]: sum(e["args"].values()) for e in events if e["ph"] == "C"}
+    last = 0
+    for at, live in enumerate(timeline):
+        last = now.get(at, last)
+        assert last == max(live, sum(b.nbytes for b in buffers if b.start <= at <= b.end))
+
+
+@pytest.mark.parametrize("target", [None, "h100"])
+def test_the_trace_of_a_real_step_is_one_of_the_format(target, tmp_path):
+    """Compiled for the CPU and for a GPU that is not there: the counters reach the peak."""
+
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return (jax.lax.scan(layer, x, w)[0] ** 2).sum()
+
+    args = (jnp.ones((4, 64, 64)), jnp.ones((256, 64)))
+    made = jaxmem.analyze(jax.grad(loss), *args, target=target)
+    made.to_trace(tmp_path / "t.json")
+    events = checked((tmp_path / "t.json").read_text())
+    sums = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+    assert max(sums) == pytest.approx(made.peak_bytes, rel=0.01)
+    names = {e["name"] for e in events if e["ph"] == "X" and e["cat"] == "phase"}
+    assert names == {name for name, _ in made.phases}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ph": "B"}, "phase 'B'"),
+        ({"ts": -1}, None),
+        ({"ts": float("nan")}, "NaN is no JSON"),
+        ({"dur": None}, None),
+        ({"tid": 7}, None),
+        ({"pid": "1"}, None),
+        ({"dur": 8}, "overlaps"),
+        ({"name": "\ud800"}, None),
+        ({"extra": 1}, None),
+    ],
+)
+def test_what_breaks_the_format_is_found(change, message):
+    """The check itself: each of these must not pass it."""
+    trace = trace_of(report(), 1)
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "phase"]
+    slices[0].update(change)
+    with pytest.raises((AssertionError, UnicodeEncodeError), match=message):
+        checked(json.dumps(trace))
 
 
 def test_a_file_that_cannot_be_written_says_so(tmp_path):

@@ -128,6 +128,20 @@ def test_the_timeline_is_drawn_to_scale_with_its_peak_and_phases():
     assert texts(svg, "title") == ["live bytes over 12 operations, peak 32.0GiB"]
 
 
+def test_the_name_of_a_narrow_last_phase_is_not_cut_off():
+    phases = (("forward", 0), ("backward", 500), ("update", 998))
+    long = report(timeline=tuple(range(1000)), peak_index=999, peak_bytes=999, phases=phases)
+    (svg,) = parsed(report_html(long)).iter("svg")
+    anchors = {"".join(t.itertext()): t.get("text-anchor") for t in svg.iter("text")}
+    assert (anchors["forward"], anchors["update"]) == (None, "end")
+
+
+def test_wide_tables_have_all_the_room_there_is():
+    """Only text is kept to a width that is easy to read."""
+    outer = parsed(report_html(report())).find("div")
+    assert "max-width" not in outer.get("style")
+
+
 def test_a_long_timeline_stays_small():
     long = report(timeline=tuple(range(200_000)), peak_index=199_999, peak_bytes=199_999)
     assert len(report_html(long)) < 40_000

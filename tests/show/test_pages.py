@@ -249,6 +249,20 @@ def test_html_says_the_same_as_the_text():
     assert "no difference" in shown.html(plan().diff(plan()))
 
 
+def test_the_letters_of_policies_that_are_alike_do_not_lie_on_each_other():
+    one = frontier().stock[1]
+    stock = tuple(dataclasses.replace(one, solver=f"p{n}") for n in range(6))
+    stock += (dataclasses.replace(one, seconds=one.seconds * 2),)
+    found = re.findall(
+        r'<text x="([\d.]+)" y="([\d.]+)" dx="6" dy="(-\d+)">', frontier_html(frontier(stock=stock))
+    )
+    places = [(float(x), float(y) + int(raised)) for x, y, raised in found]
+    assert len(places) == 7
+    for n, (x, y) in enumerate(places):
+        assert all(abs(x - a) >= 10 or abs(y - b) >= 11 for a, b in places[:n])
+    assert found[-1][2] == "-4", "one that stands alone is beside its point"
+
+
 def test_str_is_the_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     whole = explained_plan().explain()

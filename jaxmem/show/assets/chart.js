@@ -162,8 +162,11 @@ class Timeline {
   // In bands, what is picked is drawn from the ground up, with its sum at each operation.
   paintPicked(plot) {
     const { picked, mode } = this.app;
-    if (!picked.size || this.app.report !== this.report || mode === "buffers") return;
-    const buffers = [...picked], { ctx } = plot, { operations, edges } = this.columns;
+    if (!picked.size || this.app.report !== this.report) return;
+    // Buffer by buffer, what is drawn for itself is seen already.
+    const buffers = mode === "buffers" ? [...picked].filter((i) => i >= this.report.count) : [...picked];
+    if (!buffers.length) return;
+    const { ctx } = plot, { operations, edges } = this.columns;
     const sum = liveSum(this.report, buffers.length, (i) => buffers[i]);
     ctx.fillStyle = hatched(ctx);
     ctx.strokeStyle = color("text");
@@ -434,19 +437,25 @@ function tag(ctx, text, x, y, align, ink) {
 
 function paintPhases(plot, report, from, to) {
   const { ctx, bbox } = plot, ends = [...report.phases.slice(1).map(([, start]) => start), report.operations];
+  const pixel = devicePixelRatio;
+  let free = bbox.left; // where the name before ends
   report.phases.forEach(([name, start], i) => {
     if (start > to || ends[i] <= from) return;
     const x = plot.valToPos(Math.max(start, from), "x", true), end = plot.valToPos(Math.min(ends[i], to + 1), "x", true);
     if (start > from) line(ctx, x, bbox.top - 18 * devicePixelRatio, x, bbox.top + bbox.height, color("text"), [3, 3]);
     ctx.save();
-    ctx.beginPath();
-    ctx.rect(x, bbox.top - 22 * devicePixelRatio, end - x, 20 * devicePixelRatio);
-    ctx.clip();
-    ctx.font = font(12 * devicePixelRatio);
+    ctx.font = font(12 * pixel);
     ctx.fillStyle = color("faint");
-    ctx.textAlign = "left";
     ctx.textBaseline = "middle";
-    ctx.fillText(name, x + 5 * devicePixelRatio, bbox.top - 11 * devicePixelRatio);
+    // The name of a phase that is too narrow for it stands before it, where there is room.
+    const pointing = `${name} ▸`, room = ctx.measureText(pointing).width + 10 * pixel;
+    const before = ctx.measureText(name).width + 5 * pixel > end - x && x - free > room;
+    ctx.textAlign = before ? "right" : "left";
+    ctx.beginPath();
+    ctx.rect(before ? x - room : x, bbox.top - 22 * pixel, before ? room : end - x, 20 * pixel);
+    ctx.clip();
+    ctx.fillText(before ? pointing : name, before ? x - 5 * pixel : x + 5 * pixel, bbox.top - 11 * pixel);
+    free = before ? x : Math.min(end, x + ctx.measureText(name).width + 10 * pixel);
     ctx.restore();
   });
 }

@@ -22,25 +22,25 @@ function legend(app) {
       return element("span", { class: "amount" }, element("span", { class: "room" }, bar), `${formatBytes(n)} ${share}`);
     });
     const inside = [swatch(band.color), element("span", { class: "label" }, isolated(band.label)), ...bars];
-    const attributes = { type: "button", "aria-pressed": app.band === band.name, onclick: () => app.pickBand(app.report, band) };
-    list.append(element("li", {}, band.extra
-      ? element("div", { class: "entry", title: extraText(app, band) }, ...inside)
+    const attributes = { type: "button", title: band.name === SMALLER ? smallText(app.report) : null, "aria-pressed": app.band === band.name, onclick: () => app.pickBand(app.report, band) };
+    list.append(element("li", {}, band.name === INSIDE
+      ? element("div", { class: "entry", title: extraText() }, ...inside)
       : element("button", { class: "entry", ...attributes }, ...inside)));
   }
   const figures = app.reports.length > 1 ? `, ${app.reports.map((report) => report.label.toLowerCase()).join(" and ")}` : "";
   return [element("h2", {}, `At the peak${figures}`), list];
 }
 
-function extraText(app, band) {
-  if (band.name === "smaller") return smallText(app.report);
+function extraText() {
   return "live bytes that belong to no buffer in the list: what lives only inside a loop or a region that is not opened here";
 }
 
 function smallText(report) {
   const { count, largest } = report.small;
-  return `Of ${plural(report.count + count, "buffer")} the ${formatCount(report.count)} largest are listed. The other `
+  return `Of ${plural(report.all, "buffer")} the ${formatCount(report.count)} largest are drawn one by one. The other `
     + `${formatCount(count)}, of at most ${formatBytes(largest)} each, are drawn together: at most `
-    + `${formatBytes(peakOf(report.smallSum))} at a time, ${formatBytes(report.smallSum[report.peak_index])} at the peak.`;
+    + `${formatBytes(peakOf(report.smallSum))} at a time, ${formatBytes(report.smallSum[report.peak_index])} at the peak. `
+    + "The table and its search have all.";
 }
 
 // All that is known of the picked buffers.

@@ -66,14 +66,18 @@ class FrontierChart {
       ctx.fill();
       ctx.font = `${11 * pixel}px system-ui, sans-serif`;
       const wide = ctx.measureText(point.name).width, left = px + wide + 8 * pixel > bbox.left + bbox.width;
-      const box = { x: left ? px - wide - 8 * pixel : px + 8 * pixel, y: py - 7 * pixel, width: wide, height: 14 * pixel };
+      const middle = Math.max(bbox.top + 7 * pixel, py - 10 * pixel); // above the line, which leaves its points sideways
+      const box = { x: left ? px - wide - 8 * pixel : px + 8 * pixel, y: middle - 7 * pixel, width: wide, height: 14 * pixel };
       // A name that would lie on another is left to the tooltip and the table.
       if (taken.some((other) => overlap(other, box))) continue;
       taken.push(box);
       ctx.fillStyle = color("text");
       ctx.textAlign = "left";
       ctx.textBaseline = "middle";
-      ctx.fillText(point.name, box.x, py);
+      ctx.strokeStyle = color("surface");
+      ctx.lineWidth = 3 * pixel;
+      ctx.strokeText(point.name, box.x, middle);
+      ctx.fillText(point.name, box.x, middle);
     }
     if (this.at >= 0) {
       const point = this.all[this.at];

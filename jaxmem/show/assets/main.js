@@ -86,8 +86,8 @@ class App {
 
   pickBand(report, band, operation) {
     this.turnTo(report);
-    if (band.extra) {
-      announce(extraText(this, band));
+    if (band.name === INSIDE) {
+      announce(extraText());
       return;
     }
     const again = this.band === band.name && operation === undefined;
@@ -147,16 +147,15 @@ class App {
 
   updateTable() {
     const { report } = this, matches = matching(report, this.query);
-    const { bands, bandOfKind } = grouping(report, this.reports, this.mode);
-    const wanted = matches.map((match, kind) => match && (this.band === undefined || bands[bandOfKind[kind]].name === this.band));
+    const inBand = this.band === undefined ? undefined : (i) => bandOf(report, this.reports, this.mode, i).name === this.band;
     const last = report.operations - 1, peak = report.peak_index;
     const spans = { peak: [peak, peak], range: this.range ?? [peak, peak], step: [0, last] };
     this.scopes.show(this.scope === "range" && !this.range ? "peak" : this.scope);
     let [from, to] = spans[this.scope], note = "";
-    let found = selected(report, from, to, wanted);
+    let found = selected(report, from, to, matches, inBand);
     // A name that is nowhere in this part of the step may be in the rest of it.
     if (!found.length && this.query.trim() && this.scope !== "step") {
-      found = selected(report, 0, last, wanted);
+      found = selected(report, 0, last, matches, inBand);
       if (found.length) note = ` (none ${this.scope === "peak" ? "at the peak" : "in the selection"}: the whole step is shown)`;
       [from, to] = [0, last];
     }
@@ -164,7 +163,9 @@ class App {
     const sum = liveSum(report, found.length, (i) => found[i]).slice(from, to + 1);
     const where = from === to ? `live at operation ${formatCount(from + 1)}${from === peak ? ", the peak" : ""}`
       : from === 0 && to === last ? "in the whole step" : `live in operations ${formatCount(from + 1)} to ${formatCount(to + 1)}`;
-    const band = this.band === undefined ? "" : ` of ${this.band || "(no name)"}`;
+    const { bands } = grouping(report, this.reports, this.mode);
+    const label = bands.find((one) => one.name === this.band)?.label ?? this.band;
+    const band = this.band === undefined ? "" : this.band === SMALLER ? ", drawn as one," : ` of ${label || "others"}`;
     this.count.replaceChildren(isolated(`${plural(found.length, "buffer")}${band} ${where}, ${from === to ? "" : "at most "}${formatBytes(peakOf(sum))}${from === to ? "" : " at a time"}${note}`));
     this.table.show(report, rows);
   }

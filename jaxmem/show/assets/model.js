@@ -49,15 +49,18 @@ function decodeReport(raw, fields) {
   const report = {
     ...raw,
     kinds,
-    count: bytes.length,
+    // Those that are drawn one by one, in the order in which they start, and all: the small ones
+    // after them are one band of the chart, and rows of the table like the others.
+    count: bytes.length - raw.small.count,
+    all: bytes.length,
     bytes: Float64Array.from(bytes),
     start: Int32Array.from(start),
     end: Int32Array.from(start, (first, i) => first + span[i]),
     kind: Int32Array.from(kind),
-    smallSum: unrolled(raw.small.runs, raw.operations),
     rest: unrolled(raw.rest, raw.operations),
     groupings: new Map(),
   };
+  report.smallSum = liveSum(report, raw.small.count, (i) => report.count + i);
   report.total = liveSum(report, report.count, (i) => i);
   for (let op = 0; op < report.operations; op++) {
     report.total[op] += report.smallSum[op] + report.rest[op];
@@ -85,6 +88,9 @@ function liveSum(report, count, pick) {
   for (let op = 1; op <= report.operations; op++) sum[op] += sum[op - 1];
   return sum.subarray(0, report.operations);
 }
+
+// Names of bands that are no names of a program: those never have such a character.
+const SMALLER = "\u0000smaller", INSIDE = "\u0000inside";
 
 const peakOf = (sum) => sum.reduce((most, value) => Math.max(most, value), 0);
 
@@ -169,15 +175,21 @@ function grouping(report, reports, mode) {
     push({ name: null, label: "others", sum, color: "other" });
   }
   if (report.small.count) {
-    push({ extra: true, name: "smaller", label: plural(report.small.count, "smaller buffer"), sum: report.smallSum, color: "small" });
+    push({ extra: true, name: SMALLER, label: plural(report.small.count, "smaller buffer"), sum: report.smallSum, color: "small" });
   }
   const rest = report.rest.map((value) => Math.max(0, value));
-  if (peakOf(rest) > 0) push({ extra: true, name: "inside", label: "not in the list", sum: rest, color: "inside" });
+  if (peakOf(rest) > 0) push({ extra: true, name: INSIDE, label: "not in the list", sum: rest, color: "inside" });
   const place = new Map(bands.filter((band) => !band.extra).map((band) => [band.name, bands.indexOf(band)]));
   const bandOfKind = report.kinds.map((kind) => place.get(of(kind)) ?? place.get(null));
   const found = { bands, bandOfKind };
   report.groupings.set(mode, found);
   return found;
+}
+
+// The band that a buffer is drawn in.
+function bandOf(report, reports, mode, buffer) {
+  const { bands, bandOfKind } = grouping(report, reports, mode);
+  return buffer < report.count ? bands[bandOfKind[report.kind[buffer]]] : bands.find((band) => band.name === SMALLER);
 }
 
 function colorName(name, mode, number) {
@@ -268,18 +280,17 @@ const SEARCHED = ["name", "category", "type", "source", "module", "path", "primi
 // For each kind of buffer whether every word of the query is part of one of its names.
 function matching(report, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-  return report.kinds.map((kind) => {
-    if (!words.length) return true;
-    const text = SEARCHED.map((field) => kind[field]).join("\n").toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
+  if (!words.length) return report.kinds.map(() => true);
+  report.searched ??= report.kinds.map((kind) => SEARCHED.map((field) => kind[field]).join("\n").toLowerCase());
+  return report.searched.map((text) => words.every((word) => text.includes(word)));
 }
 
-// The buffers that are live somewhere from operation `from` to `to` and are wanted.
-function selected(report, from, to, wanted) {
+// The buffers that are live somewhere from operation `from` to `to`, of wanted kinds, and drawn in
+// a band, if one is given.
+function selected(report, from, to, wanted, inBand = () => true) {
   const found = [];
-  for (let i = 0; i < report.count; i++) {
-    if (report.start[i] <= to && report.end[i] >= from && wanted[report.kind[i]]) found.push(i);
+  for (let i = 0; i < report.all; i++) {
+    if (report.start[i] <= to && report.end[i] >= from && wanted[report.kind[i]] && inBand(i)) found.push(i);
   }
   return found;
 }

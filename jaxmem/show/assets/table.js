@@ -85,7 +85,7 @@ class BufferTable {
   }
 
   rowElement(row, index) {
-    const picked = row.buffers.some((i) => this.app.picked.has(i));
+    const picked = this.app.picked.size > 0 && row.buffers.some((i) => this.app.picked.has(i));
     const made = element("div", {
       role: "row", id: `row${index}`, "aria-rowindex": index + 2, "aria-selected": picked,
       class: index === this.active ? "active" : "", "data-index": index,
@@ -99,10 +99,11 @@ class BufferTable {
   cells(row) {
     const { report } = this, { kind, buffers } = row, one = buffers.length === 1;
     const live = `${formatCount(row.start + 1)}–${formatCount(row.end + 1)}`;
-    const { bands, bandOfKind } = grouping(report, this.app.reports, this.app.mode);
-    const category = element("span", {}, swatch(bands[bandOfKind[report.kind[buffers[0]]]].color), isolated(kind.category));
-    const name = one ? kind.name : spanned(report, buffers, "name");
-    const module = one ? kind.module : spanned(report, buffers, "module");
+    const { color } = bandOf(report, this.app.reports, this.app.mode, buffers[0]);
+    const category = element("span", {}, swatch(color), isolated(kind.category));
+    row.name ??= one ? kind.name : spanned(report, buffers, "name");
+    row.module ??= one ? kind.module : spanned(report, buffers, "module");
+    const { name, module } = row;
     const texts = [
       formatBytes(row.bytes), formatShare(row.bytes, report.peak), formatCount(buffers.length), category,
       name, kind.type, kind.source, module, live,

@@ -19,7 +19,7 @@ from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.show.rows import clean, type_text
 from jaxmem.units import format_bytes
 
-# Beyond that many the smallest are drawn as one: a table of more helps nobody, and the file grows.
+# Beyond that many the smallest are drawn as one: nobody would see them. The table has them all.
 MOST_BUFFERS = 20_000
 TEXT_LIMIT = 400
 _SEEN = 1000  # a share of the peak smaller than one in that many cannot be seen in a chart
@@ -51,7 +51,7 @@ def page_data(
         reports: each with its label, in the order in which they stand side by side.
         plan: its budget is drawn as a line.
         frontier: drawn with its policies.
-        most: how many buffers of each report are listed one by one, the largest ones.
+        most: how many buffers of each report are drawn one by one, the largest ones.
     """
     return {
         "kind_fields": KIND_FIELDS,
@@ -63,15 +63,14 @@ def page_data(
 def report_data(
     label: str, report: MemoryReport, plan: Plan | None, most: int = MOST_BUFFERS
 ) -> dict[str, Any]:
-    """Returns one report: figures, its listed buffers as columns, the others as one sum."""
+    """Returns one report: figures, and its buffers as columns, those that are drawn as one last."""
     operations = max(1, len(report.timeline))
     timeline = report.timeline or (report.peak_bytes,)
     away = [b for b in report.buffers if not on_device(b)]
     ordered = sorted(filter(on_device, report.buffers), key=lambda b: -b.nbytes)
-    listed = sorted(ordered[:most], key=lambda b: (b.start, -b.end, -b.nbytes))
+    drawn = sorted(ordered[:most], key=lambda b: (b.start, -b.end, -b.nbytes))
     small = ordered[most:]
-    sums = live_bytes(listed, operations), live_bytes(small, operations)
-    rest = [t - a - b for t, a, b in zip(timeline, *sums, strict=True)]
+    rest = [t - n for t, n in zip(timeline, live_bytes(ordered, operations), strict=True)]
     limit = ("budget", plan.budget_bytes) if plan else ("device", report.device_bytes)
     return {
         "label": label,
@@ -86,12 +85,8 @@ def report_data(
             (clean(name, 24), min(max(start, 0), operations - 1))
             for name, start in sorted(report.phases, key=lambda phase: phase[1])
         ],
-        **_columns(listed, operations),
-        "small": {
-            "count": len(small),
-            "largest": small[0].nbytes if small else 0,
-            "runs": runs(sums[1]),
-        },
+        **_columns([*drawn, *small], operations),
+        "small": {"count": len(small), "largest": small[0].nbytes if small else 0},
         "rest": runs(rest),
         "notes": _notes(report, rest, away),
     }

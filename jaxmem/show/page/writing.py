@@ -7,17 +7,19 @@ import os
 from pathlib import Path
 
 from jaxmem.errors import ReportFileError
+from jaxmem.files import replacing
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page to ``path`` and return that.
+    """Write a page to ``path``, as a whole or not at all, and return that.
 
     Raises:
         ReportFileError: it cannot be written there; the message says why and what to do.
     """
     file = Path(path)
     try:
-        file.write_text(text, encoding="utf-8", newline="\n")
+        with replacing(file) as out:
+            out.write(text)
     except OSError as error:
         raise ReportFileError(
             f"the report cannot be written to {file}: {_fix(file, error)}"

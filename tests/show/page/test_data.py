@@ -25,13 +25,12 @@ def unrolled(runs):
 
 
 def stacked(data):
-    """Listed, merged and other bytes at each operation, as the script adds them up."""
+    """Bytes of buffers and others at each operation, as the script adds them up."""
     columns, total = data["columns"], [0] * data["operations"]
     for nbytes, start, span in zip(*(columns[c] for c in ("bytes", "start", "span")), strict=True):
         for operation in range(start, start + span + 1):
             total[operation] += nbytes
-    small, rest = unrolled(data["small"]["runs"]), unrolled(data["rest"])
-    return [a + b + c for a, b, c in zip(total, small, rest, strict=True)]
+    return [a + b for a, b in zip(total, unrolled(data["rest"]), strict=True)]
 
 
 @given(st.text() | st.lists(st.text()))
@@ -47,15 +46,20 @@ def test_what_is_drawn_adds_up_to_the_timeline_however_many_are_merged(found, mo
     shown = made(found)
     data = report_data("x", shown, None, most)
     assert stacked(data) == list(shown.timeline)
-    assert len(data["columns"]["bytes"]) + data["small"]["count"] == len(found)
+    assert len(data["columns"]["bytes"]) == len(found)
+    assert data["small"]["count"] == max(0, len(found) - most)
 
 
 @given(st.lists(lifetimes, max_size=20), st.integers(0, 20))
-def test_the_largest_are_listed_and_the_largest_of_the_others_is_said(found, most):
+def test_the_largest_come_first_as_they_start_and_the_others_after_them(found, most):
     data = report_data("x", made(found), None, most)
     sizes = sorted((n for _, _, n in found), reverse=True)
-    assert sorted(data["columns"]["bytes"], reverse=True) == sizes[:most]
+    listed = data["columns"]["bytes"]
+    assert sorted(listed[:most], reverse=True) == sizes[:most]
+    assert listed[most:] == sizes[most:]
     assert data["small"]["largest"] == max(sizes[most:], default=0)
+    starts = data["columns"]["start"][:most]
+    assert starts == sorted(starts), "the script draws them in this order"
 
 
 def test_every_field_of_a_buffer_is_there():
