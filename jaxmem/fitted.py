@@ -400,20 +400,20 @@ class FittedStep(Displayed):
         is_quiet = agreed.is_shared(traced.program) and processes.number() != 0
         telling = progress(False if is_quiet else self._progress, f"planning {self._caller.name}")
 
-        def streaming(asked: Asked) -> Outcome:
+        def streaming(asked: Asked, report: Report) -> Outcome:
             return streamed.fit(traced.program, asked, compiler_of, target, budget_bytes, report)
 
-        def one_program(host_bytes: int | None) -> Outcome:
+        def one_program(report: Report) -> Outcome:
             compiler = compiler_of(traced.program)
             return rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench)
 
         with telling as report, tracing_for(target):
             asked = self._streamed(traced, target)
             if isinstance(asked, Auto):
-                here = functools.partial(one_program, host_bytes)
-                return choosing.fit(traced.program, here, streaming, target, host_bytes, deadline)
+                tries = one_program, streaming
+                return choosing.fit(traced.program, *tries, target, host_bytes, deadline, report)
             if asked is not None:
-                return streaming(asked)
+                return streaming(asked, report)
             if given is not None:
                 self._check_host(given, target)
                 return following.follow(compiler_of(traced.program), given, budget_bytes, report)
@@ -425,7 +425,7 @@ class FittedStep(Displayed):
                     traced, trace, compiler, budget_bytes, report, **also
                 )
                 return outcome
-            return one_program(host_bytes)
+            return one_program(report)
 
 
 def _put_back(arguments: Any, results: Any) -> Any:
