@@ -159,22 +159,22 @@ class Planning:
         is_quiet = agreed.is_shared(traced.program) and processes.number() != 0
         telling = progress(False if is_quiet else self.progress, f"planning {self.caller.name}")
 
-        def streaming(asked: Asked) -> Outcome:
+        def streaming(asked: Asked, report: Report) -> Outcome:
             return streamed.fit(traced.program, asked, compiler_of, target, budget_bytes, report)
 
-        def one_program() -> Outcome:
+        def one_program(report: Report) -> Outcome:
             compiler = compiler_of(traced.program)
             return rounds.fit(compiler, budget_bytes, report, host_bytes=host_bytes, bench=bench)
 
         with telling as report, tracing_for(target):
             asked = self._streamed(traced, target)
             if isinstance(asked, Auto):
-                program = traced.program
+                tries = one_program, streaming
                 return traced, choosing.fit(
-                    program, one_program, streaming, target, host_bytes, deadline
+                    traced.program, *tries, target, host_bytes, deadline, report
                 )
             if asked is not None:
-                return traced, streaming(asked)
+                return traced, streaming(asked, report)
             if given is not None:
                 self._check_host(given, target)
                 compiler = compiler_of(traced.program)
@@ -184,7 +184,7 @@ class Planning:
                 also: dict[str, Any] = {"host_bytes": host_bytes, "bench": bench}
                 compiler = compiler_of(traced.program)
                 return microbatches.fit(traced, trace, compiler, budget_bytes, report, **also)
-            return traced, one_program()
+            return traced, one_program(report)
 
     def _check_host(self, plan: Plan, target: Target) -> None:
         """Check that a plan that is followed keeps no more in host memory than was allowed."""

@@ -71,19 +71,26 @@ class Waiting:
         return leaf
 
     def _meets(self) -> bool:
-        """Go through the step; true as soon as leaves were found to be updated together."""
+        """Go through the step; whether leaves were found to be updated together.
+
+        What was said before of values in which such leaves met may be wrong then, and only in that
+        they are joints no more: so whatever is found to be updated together stays so, and the next
+        time through says the rest.
+        """
         needs = self._needs = {leaf: Need(self._find(leaf), 0) for leaf in self.hosted}
+        found_together = False
         for op in self.program.block.ops:
             read = [v for v in op.values if v in needs]
             if not read:
                 continue
             self._check(op, read)
             given = [v for v in read if needs[v].leaf is not None]
-            leaves = list(dict.fromkeys(leaf for v in given if (leaf := needs[v].leaf) is not None))
+            known = (leaf for v in given if (leaf := needs[v].leaf) is not None)
+            leaves = list(dict.fromkeys(map(self._find, known)))
             large = any(v.nbytes > SMALL_BYTES for v in (*given, *op.outputs))
             if len(leaves) > 1 and any(v.nbytes > SMALL_BYTES for v in given):
                 self._parent.update(dict.fromkeys(leaves[1:], leaves[0]))
-                return True
+                leaves, found_together = leaves[:1], True
             total = bool(given) and not self.totals.isdisjoint(op.outputs)
             if len(leaves) > 1 or total or (given and len(given) < len(read) and not large):
                 # Small values of leaves are joined, to each other or to what was joined before.
@@ -92,7 +99,7 @@ class Waiting:
             else:
                 found = Need(leaves[0] if leaves else None, max(needs[v].wave for v in read))
             needs.update(dict.fromkeys(op.outputs, found))
-        return False
+        return found_together
 
     def _check(self, op: Op, read: list[Value]) -> None:
         if not may_repeat(op):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from jaxmem.program.call import Call
 from jaxmem.program.ir import Program
 from jaxmem.program.microbatches import AUTO, Auto
 from jaxmem.targets.target import Target
-from jaxmem.units import format_bytes
+from jaxmem.units import format_bytes, format_seconds
 
 # Leaves that are smaller stay on the device: each copy takes as long as 2 MiB do.
 FEWEST_BYTES = 2**20
@@ -126,12 +127,22 @@ class Asked:
         notes: what the plan says about them.
         host_bytes: host memory that may be used for each device; ``None`` for what there is.
         plan: a plan to follow.
+        quicker_than: predicted seconds from which on nobody wants the step.
     """
 
     hosted: Sequence[int]
     notes: tuple[str, ...] = ()
     host_bytes: int | None = None
     plan: Plan | None = None
+    quicker_than: float = math.inf
+
+
+class NotQuickerError(Exception):
+    """A step takes too long to be wanted: at least ``seconds``."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"at least {format_seconds(seconds)}")
+        self.seconds = seconds
 
 
 def asked_by(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,7 +12,8 @@ from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.plan import Plan
 from jaxmem.program.ir import Program
 from jaxmem.program.lending import OF_ONE_LEAF, lend
-from jaxmem.runtime.asked import FEWEST_BYTES, Asked
+from jaxmem.runtime.asked import FEWEST_BYTES, Asked, NotQuickerError
+from jaxmem.runtime.progress import Report, within
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes, format_seconds
@@ -58,31 +61,34 @@ def ways(program: Program) -> list[Way]:
 
 def fit(
     program: Program,
-    one_program: Callable[[], Outcome],
-    streaming: Callable[[Asked], Outcome],
+    one_program: Callable[[Report], Outcome],
+    streaming: Callable[[Asked, Report], Outcome],
     target: Target,
     host_bytes: int | None,
     deadline: Deadline,
+    report: Report,
 ) -> Outcome:
     """The quickest of what fits: the step as it is without ``host=``, or with leaves that wait.
 
     Args:
         program: the step.
         one_program: fits it as it is without ``host=``.
-        streaming: fits it with leaves that wait.
+        streaming: fits it with leaves that wait, if that is as quick as is asked.
         target: what it is compiled for.
         host_bytes: host memory for each device; ``None`` for what there is.
         deadline: when it is over and something fits, nothing else is tried.
+        report: shows progress.
 
     Raises:
         JaxmemError: nothing fits; as it is without ``host=``, with what came of the others.
     """
     tried = _Tried()
-    tried.attempt("one program", one_program)
-    possible = ways(program)
+    possible = [] if target.platform == "cpu" else ways(program)
+    most = 1 + len(possible)
+    telling = within(report, f"way 1 of {most}, one program")
+    tried.attempt("one program", functools.partial(one_program, telling))
     if target.platform == "cpu":
         tried.said.append("no leaves were streamed, as a CPU has one memory")
-        possible = []
     elif not possible:
         least = format_bytes(FEWEST_BYTES)
         tried.said.append(
@@ -90,10 +96,10 @@ def fit(
             "are only read"
         )
     rate = min(target.d2h_bytes_per_second, target.h2d_bytes_per_second)
-    for way in possible:
+    for number, way in enumerate(possible, 2):
         if tried.nothing_to_win:
             break
-        if tried.best is not None and deadline.ran_out:
+        if tried.best is not None and deadline.over():
             tried.said.append(f"{way.what} on the host: not tried, the time limit is over")
             continue
         copies = way.nbytes / rate if rate else 0.0
@@ -101,9 +107,10 @@ def fit(
             told = f"{way.what} on the host: copies alone {format_seconds(copies)}"
             tried.said.append(told)
             continue
-        asked = Asked(hosted=way.leaves, host_bytes=host_bytes)
-        tried.attempt(f"{way.what} on the host", lambda asked=asked: streaming(asked))
-    return tried.outcome()
+        asked = Asked(way.leaves, host_bytes=host_bytes, quicker_than=tried.seconds)
+        telling = within(report, f"way {number} of {most}, {way.what} on the host")
+        tried.attempt(f"{way.what} on the host", functools.partial(streaming, asked, telling))
+    return tried.outcome(deadline)
 
 
 class _Tried:
@@ -123,6 +130,11 @@ class _Tried:
         self.errors: list[JaxmemError] = []
 
     @property
+    def seconds(self) -> float:
+        """Predicted seconds of the quickest."""
+        return math.inf if self.best is None else _seconds_of(self.best)
+
+    @property
     def nothing_to_win(self) -> bool:
         """Whether the best is as quick as the step as written, and moves nothing."""
         if self.best is None or self.best.plan.host_bytes:
@@ -138,17 +150,25 @@ class _Tried:
         except (BudgetError, CutError, PolicyError) as error:
             self.errors.append(error)
             self.said.append(f"{what}: {_cause(error)}")
+        except NotQuickerError as error:
+            self.said.append(f"{what}: {error}")
         else:
             self.said.append(f"{what}: {_moved(found.plan)}{_seconds(found.plan)}")
-            if self.best is None or _seconds_of(found) < _seconds_of(self.best):
+            if _seconds_of(found) < self.seconds:
                 self.best, self.chosen = found, what
 
-    def outcome(self) -> Outcome:
+    def outcome(self, deadline: Deadline) -> Outcome:
         if self.best is None:
             raise self._error()
         plan, compared = self.best.plan, "; ".join(self.said)
-        note = f"host=AUTO took {self.chosen}; predicted were {compared}"
-        return replace(self.best, plan=replace(plan, notes=(*plan.notes, note)))
+        notes = [*plan.notes, f"host=AUTO took {self.chosen}; predicted were {compared}"]
+        # A plan that was made before the time was over does not know of it.
+        if deadline.ran_out and not any("the time limit of" in note for note in plan.notes):
+            notes.append(
+                f"the time limit of {deadline.seconds:g} s ended the search: this is the quickest "
+                "of what was found until then"
+            )
+        return replace(self.best, plan=replace(plan, notes=tuple(notes)))
 
     def _error(self) -> JaxmemError:
         """The error without ``host=``, whose budget was compiled, with what came of the others.

@@ -27,6 +27,21 @@ class Part(str):
         return made
 
 
+def within(report: Report, what: str) -> Report:
+    """A function that reports steps of ``what``, which is one of several things to do.
+
+    >>> within(print, "half of it")("compiling")
+    half of it: compiling
+    """
+
+    def told(message: str) -> None:
+        said = f"{what}: {message}"
+        is_part = isinstance(message, Part)
+        report(Part(said, message.done, message.total) if is_part else said)
+
+    return told
+
+
 @contextlib.contextmanager
 def progress(wanted: bool | Report | None, title: str) -> Iterator[Report]:
     """A function to report steps to.

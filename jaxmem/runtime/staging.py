@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.program.cut import Cut
@@ -87,24 +87,54 @@ def in_stages(
 ) -> Pieces:
     """The same in stages, where that fits the budget and is quicker on paper; else ``plain``."""
     cut = plain.cut
-    if not can_be_staged(block) or cut.sent or not plain.exposed_seconds:
+    if not plain.exposed_seconds:
         return plain
-    ready = ready_at(cut, block)
-    most = -(-2 * cut.fetched_bytes // _UNDER_WAY_BYTES)
-    for count in dict.fromkeys([min(max(most, _STAGES[0]), _MOST_STAGES), *_STAGES]):
-        bounds = _bounds(cut.parts, ready, len(block.ops), count)
-        if not bounds:
-            return plain
-        edges = [*bounds, len(block.ops)]
-        groups = _updates_after(cut, ready, edges)
-        window = 2 * max(sum(p.fetched_bytes for p in group) for group in groups)
-        line = Line(target, block, edges, groups)
+    for bounds, line, window in _staged_lines(cut, block, target):
         if line.times(window).seconds > plain.seconds * (1 - _CLEARLY):
             continue
         found = _compiled(staged(cut, block, bounds), line, target, budget_bytes, window, options)
         if isinstance(found, Pieces) and found.seconds <= plain.seconds * (1 - _CLEARLY):
             return found
     return plain
+
+
+def _staged_lines(
+    cut: Cut, block: Block, target: Target
+) -> Iterator[tuple[Sequence[int], Line, int]]:
+    """Numbers of stages: where each ends, them in time, and the most that their copies take."""
+    if not can_be_staged(block) or cut.sent:
+        return
+    ready = ready_at(cut, block)
+    most = -(-2 * cut.fetched_bytes // _UNDER_WAY_BYTES)
+    for count in dict.fromkeys([min(max(most, _STAGES[0]), _MOST_STAGES), *_STAGES]):
+        bounds = _bounds(cut.parts, ready, len(block.ops), count)
+        if not bounds:
+            return
+        edges = [*bounds, len(block.ops)]
+        groups = _updates_after(cut, ready, edges)
+        window = 2 * max(sum(p.fetched_bytes for p in group) for group in groups)
+        yield bounds, Line(target, block, edges, groups), window
+
+
+def least_seconds(
+    cut: Cut, block: Block, target: Target, budget_bytes: int, *, joining: bool = False
+) -> float:
+    """Predicted seconds that no number of stages is quicker than, whatever compiles to what.
+
+    Args:
+        cut: the step.
+        block: the schedule of its first part.
+        target: what it is for.
+        budget_bytes: bytes on each device: copies never take more.
+        joining: whether updates go along with the loops that make their gradients.
+    """
+    if cut.lent or joining:
+        by_rows = not cut.program.sharded
+        ways = _ways(cut, block, target, budget_bytes, by_rows=by_rows, joining=joining)
+        return min((way.seconds for way in ways), default=0.0)
+    whole = Line(target, block, [len(block.ops)], [cut.parts]).times(budget_bytes).seconds
+    stages = (line.times(window).seconds for _, line, window in _staged_lines(cut, block, target))
+    return min([whole, *stages])
 
 
 def lending(

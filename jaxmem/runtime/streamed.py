@@ -28,6 +28,7 @@ from jaxmem.runtime.room import (
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
 from jaxmem.runtime.streamplan import outcome_of
 from jaxmem.runtime.tries import Outcome
+from jaxmem.runtime.winning import check_after, check_before
 from jaxmem.targets.target import Target
 from jaxmem.units import format_budget, format_bytes
 
@@ -65,6 +66,7 @@ def fit(
         BudgetInfeasibleError: the first part or an update does not fit.
         BudgetError: there is not enough host memory.
         CutError: the step cannot be cut for these leaves.
+        NotQuickerError: it takes longer than ``asked`` wants it to.
     """
     planned_bytes = budget_bytes
     if asked.plan is not None:
@@ -195,10 +197,13 @@ def _apart(
     """The step with updates that come after the loops that make their gradients."""
     check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
+    room = budget_bytes + _beside(pieces, budget_bytes)
+    check_before(pieces, asked, compiler, room, budget_bytes)
     if pieces.lent:
         first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
     else:
         first = _with_updates(pieces, asked, compiler, target, budget_bytes, report)
+        check_after(pieces, asked, compiler, first.block, budget_bytes)
         report(f"compiling {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         most = window(pieces)
@@ -267,12 +272,15 @@ def _along(
     loops = joinable(pieces.first.block, pieces.first.block.outputs, pieces.parts)
     stacks = [v for made in loops.values() for v in made]
     less, smallest = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks), 0
+    room = budget_bytes + _beside(pieces, budget_bytes) - less
+    check_before(pieces, asked, compiler, room, budget_bytes, joining=True)
     for _ in range(_ROUNDS):
         try:
             first = _first(pieces, asked, compiler, budget_bytes, report, less)
         except BudgetInfeasibleError as error:
             smallest = error.smallest_bytes
             break
+        check_after(pieces, asked, compiler, first.block, budget_bytes, joining=True)
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         found, lacking = lending(pieces, first.block, target, budget_bytes, options, joining=True)
@@ -315,6 +323,7 @@ def _lent(
     less, left, against = 0, _ROUNDS, ""
     while True:
         first = _first(pieces, asked, compiler, budget_bytes, report, less)
+        check_after(pieces, asked, compiler, first.block, budget_bytes)
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         by_rows = not against and not pieces.program.sharded
@@ -350,6 +359,11 @@ def _told(plan: Plan, against: str) -> Plan:
     return replace(plan, notes=(*plan.notes, note))
 
 
+def _beside(pieces: Cut, budget_bytes: int) -> int:
+    """Bytes that lent leaves take while all are there, beyond what they may take of the budget."""
+    return pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // LENT_SHARE)
+
+
 def _first(
     pieces: Cut,
     asked: Asked,
@@ -363,9 +377,7 @@ def _first(
     It is planned as one program, which takes all of them at once, and then run in stages, of which
     each takes the few that it reads.
     """
-    more = -less
-    if pieces.lent:
-        more += pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // LENT_SHARE)
+    more = _beside(pieces, budget_bytes) - less
     try:
         if asked.plan is None:
             found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)

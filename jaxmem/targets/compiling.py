@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem.targets import table, topology
 from jaxmem.targets.absent import AbsentDevices, as_function
+from jaxmem.targets.kernels import kernels_of
 from jaxmem.targets.target import Target
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
@@ -343,7 +344,9 @@ def _options(
     xla_remat: bool,
     split: bool = False,
 ) -> Any:
-    options: dict[str, str | int | bool] = {} if here else {"xla_gpu_autotune_level": 0}
+    options: dict[str, str | int | bool] = {}
+    if not here:
+        options = {"xla_gpu_autotune_level": 0, **kernels_of(target.model)}
     options.update(given)
     without = ""
     if target.platform == "gpu" and not xla_remat:

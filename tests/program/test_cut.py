@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxmem.errors import CutError
+from jaxmem.program import primitives, waiting
 from jaxmem.program.calling import Caller
 from jaxmem.program.cut import cut
 from jaxmem.program.ir import Value
@@ -214,3 +215,22 @@ def test_effects_before_updates_stay_in_the_first_part():
     run(cut(program, [0]), call)
     jax.effects_barrier()
     assert len(said) == 1
+
+
+def test_each_operation_is_looked_at_as_often_whatever_the_number_of_leaves(monkeypatch):
+    looked: list[int] = []
+
+    def may_repeat(op):
+        looked[-1] += 1
+        return primitives.may_repeat(op)
+
+    monkeypatch.setattr(waiting, "may_repeat", may_repeat)
+    tx = OPTIMIZERS["adam"]
+    for layers in (2, 4):
+        program, _ = traced(step_with(tx), state_with(tx, layers=layers), X)
+        inputs = program.block.inputs[len(program.consts) :]
+        hosted = {v: a.path for v, a in zip(inputs, program.arguments, strict=True)}
+        looked.append(0)
+        found = waiting.Waiting(program, hosted)
+        assert len({found[v].leaf for v in hosted}) < len(hosted)  # Some are updated together.
+    assert looked[1] <= 2.5 * looked[0]

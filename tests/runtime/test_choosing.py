@@ -15,7 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem
 from jaxmem.errors import ArgumentError, BudgetInfeasibleError, CutError
 from jaxmem.planner.deadline import Deadline
-from jaxmem.runtime import choosing
+from jaxmem.runtime import choosing, streamed, winning
+from jaxmem.runtime.asked import Asked, NotQuickerError
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.progress import Part
 from jaxmem.runtime.tries import Outcome
 from tests.planner.lines import program
 from tests.streamed_steps import (
@@ -150,16 +153,20 @@ def outcome(seconds: float, host_bytes: int = 0) -> Outcome:
     return replace(found, plan=replace(found.plan, notes=(), **times))
 
 
-def choice(one_program, streaming, deadline=None, **rates):
+def choice(one_program, streaming, deadline=None, report=lambda message: None, **rates):
     """What is chosen of these, and how many leaves each try of a stream had."""
     step, tries = program(STEP, state(), ROWS, donate=0), []
 
-    def one():
+    def one(report):
+        report("compiling")
         return one_program if isinstance(one_program, Outcome) else refuse(one_program)
 
-    def stream(asked):
+    def stream(asked, report):
+        report(Part("compiling", 1, 3))
         tries.append(len(asked.hosted))
         found = streaming[len(tries) - 1]
+        if callable(found):
+            found = found(asked)
         return found if isinstance(found, Outcome) else refuse(found)
 
     def refuse(error):
@@ -167,7 +174,7 @@ def choice(one_program, streaming, deadline=None, **rates):
 
     clock = deadline or Deadline(math.inf)
     target = jaxmem.Target("h200", **rates)
-    return choosing.fit(step, one, stream, target, None, clock), tries
+    return choosing.fit(step, one, stream, target, None, clock, report), tries
 
 
 INFEASIBLE = BudgetInfeasibleError("too much", budget_bytes=1, smallest_bytes=2 * MIB)
@@ -208,9 +215,94 @@ def test_what_fits_is_taken_where_others_do_not():
 
 
 def test_when_time_is_over_nothing_else_is_tried_once_something_fits():
-    over = Deadline(1.0, ran_out=True)
-    assert choice(outcome(2.0), [], over)[1] == []
-    assert choice(INFEASIBLE, [outcome(2.0)], over)[1] == [2]
+    # Spent, and nobody has asked yet whether it is over.
+    over = Deadline(1.0, spent=1.0)
+    found, tries = choice(outcome(2.0), [], over)
+    assert tries == []
+    told = "what only updates read on the host: not tried, the time limit is over"
+    assert told in found.plan.notes[0]
+    assert found.plan.notes[1].startswith("the time limit of 1 s ended the search: this is the")
+    found, tries = choice(INFEASIBLE, [outcome(2.0)], over)
+    assert tries == [2] and found.plan.predicted_seconds == 2.0
+
+
+def test_time_that_ends_in_a_later_way_is_told_of_once():
+    def slowly(asked):
+        clock.spent = 1.0
+        return outcome(3.0)
+
+    clock = Deadline(1.0)
+    found, tries = choice(outcome(2.0), [slowly], clock)
+    assert tries == [2] and found.plan.predicted_seconds == 2.0
+    assert [note.split(" s ")[0] for note in found.plan.notes[1:]] == ["the time limit of 1"]
+
+    clock = Deadline(1.0)
+    assert len(choice(outcome(2.0), [outcome(3.0)] * 3, clock)[0].plan.notes) == 1
+
+
+@pytest.mark.parametrize("limit", [1e-9, 0.05])
+def test_a_fit_that_runs_out_of_time_gives_what_fits_and_says_so(limit: float):
+    plan = fitted(STEP, host=jaxmem.AUTO, budget=TIGHT, time_limit=limit).plan(state(), ROWS)
+    assert plan.compiled_bytes <= TIGHT
+    told = [
+        note for note in plan.notes if f"the time limit of {limit:g} s ended the search" in note
+    ]
+    assert len(told) == 1
+
+
+def test_progress_tells_which_way_is_planned():
+    said: list[str] = []
+    choice(outcome(2.0), [outcome(3.0)] * 3, report=said.append)
+    assert [message.split(" on")[0] for message in said] == [
+        "way 1 of 4, one program: compiling",
+        "way 2 of 4, half of what only updates read",
+        "way 3 of 4, what only updates read",
+        "way 4 of 4, all that is updated",
+    ]
+    counted = [message for message in said if isinstance(message, Part)]
+    assert {(message.done, message.total) for message in counted} == {(1, 3)}
+
+
+def test_each_way_must_be_quicker_than_the_best_so_far():
+    wanted: list[float] = []
+
+    def slower(asked):
+        wanted.append(asked.quicker_than)
+        return NotQuickerError(1.6) if asked.quicker_than < 1.6 else outcome(1.5)
+
+    found, _ = choice(INFEASIBLE, [slower] * 3)
+    assert wanted == [math.inf, 1.5, 1.5]
+    assert found.plan.predicted_seconds == 1.5
+    assert "; what only updates read on the host: at least 1.60s; all" in found.plan.notes[0]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("budget", [TIGHT, "20MiB", "24MiB"])
+def test_what_is_not_compiled_could_not_have_won(budget, monkeypatch):
+    """The same plan as where every way is planned to its end."""
+    with_bound = fitted(STEP, host=jaxmem.AUTO, budget=budget).plan(state(), ROWS)
+    monkeypatch.setattr(winning, "least_seconds", lambda *args, **how: 0.0)
+    without = fitted(STEP, host=jaxmem.AUTO, budget=budget).plan(state(), ROWS)
+    notes = {"notes": ()}
+    assert replace(with_bound, **notes).to_json() == replace(without, **notes).to_json()
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_no_way_is_quicker_than_it_is_said_to_be_at_least(way: int):
+    hosted = choosing.ways(program(STEP, state(), ROWS, donate=0))[way].leaves
+    seconds = stream_within(Asked(hosted), 40 * MIB)
+    assert stream_within(Asked(hosted, quicker_than=seconds * 1.01), 40 * MIB) == seconds
+    with pytest.raises(NotQuickerError) as told:
+        stream_within(Asked(hosted, quicker_than=seconds * 0.5), 40 * MIB)
+    assert seconds * 0.5 <= told.value.seconds <= seconds
+
+
+def stream_within(asked: Asked, budget: int) -> float:
+    """Predicted seconds of the step that streams what is asked."""
+    traced, target = program(STEP, state(), ROWS, donate=0), jaxmem.Target("h200")
+    compiler_of = functools.partial(Compiler, target=target)
+    found = streamed.fit(traced, asked, compiler_of, target, budget, lambda message: None)
+    return found.plan.predicted_seconds
 
 
 def test_a_target_without_links_is_planned_for():
