@@ -96,6 +96,7 @@ def save(
     """
     processes.check_timeout(timeout)
     path = ondisk.resolved(directory)
+    step, keep = ondisk.number_of(step), ondisk.number_of(keep)
     take = functools.partial(_contents, state, step, keep)
     with writing.lock:
         if processes.several():
@@ -144,7 +145,7 @@ def restore(
         About 1 GiB of host memory beside the state, or the largest leaf if that is more.
     """
     processes.check_timeout(timeout)
-    path = ondisk.resolved(directory)
+    path, step = ondisk.resolved(directory), ondisk.number_of(step)
     if processes.several():
         with writing.lock:
             return together.restore(path, like, step, timeout)

@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxmem import _compat, processes
 from jaxmem.errors import ArgumentError
+from jaxmem.state import ondisk
 
 _listener: _Listener | None = None
 # The step of the first call: JAX's service counts from 0, and stops one after the largest it was
@@ -60,6 +61,7 @@ def preempted(step: int) -> bool:
     >>> step
     2
     """
+    step = ondisk.number_of(step)
     if isinstance(step, bool) or not isinstance(step, int):
         raise ArgumentError(f"step={step!r}: give the number of the step.")
     if processes.several():

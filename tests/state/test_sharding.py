@@ -209,6 +209,10 @@ def test_it_prints_as_a_table_and_names_cannot_steer_it():
         ("tp", {}, "patterns of paths"),
         ("zero1", {}, "no leaf is known as such"),
         ("fsdp", {"axis": "dat"}, "the mesh has no axis 'dat'"),
+        ("fsdp", {"axis": 3}, "axis=3: give the name of an axis, or several: data, model"),
+        (None, {}, "a rule is None. Give one of 'fsdp'"),
+        (P("data"), {}, r"a rule is P\('data',?\).* or a mapping of patterns, such as"),
+        ([P("data")], {}, r"a rule is P\('data',?\).* or a mapping of patterns, such as"),
         ((), {"host": "*v*"}, r"'\*v\*' matches no leaf"),
         ((), {"specs": {"v": P()}}, "specs= is no prefix of the state"),
         ((), {"specs": {"w": "data"}}, r"specs=: \['w'\] is 'data'"),
@@ -217,6 +221,12 @@ def test_it_prints_as_a_table_and_names_cannot_steer_it():
 def test_wrong_uses(rules, options, said):
     with pytest.raises(ShardingError, match=said):
         jaxmem.shard({"w": shape(8, 6)}, GRID, rules, **options)
+
+
+@pytest.mark.parametrize("mesh", ["data", (8,), [jax.devices()], None])
+def test_a_mesh_that_is_none(mesh):
+    with pytest.raises(ShardingError, match=r"mesh is .* Give a jax\.sharding\.Mesh, such as"):
+        jaxmem.shard({"w": shape(8, 6)}, mesh, "fsdp")
 
 
 def test_a_mesh_of_several_axes_needs_one_that_is_said():
