@@ -136,13 +136,14 @@ def restore(
 
     Raises:
         CheckpointError: there is none; it is damaged, by leaf; it was written by another version;
-            leaves are missing, or of another shape or dtype.
+            leaves are missing, of another shape or dtype, or cannot be put where they are to go.
         ProcessError: some processes are missing, or do something else.
         MissingExtraError: Orbax is not installed.
         ArgumentError: ``timeout`` is no positive number.
 
     Cost:
-        About 1 GiB of host memory beside the state, or the largest leaf if that is more.
+        About 1 GiB of host memory beside the state, 2 if it is NumPy's, or the largest leaf if
+        that is more.
     """
     processes.check_timeout(timeout)
     path, step = ondisk.resolved(directory), ondisk.number_of(step)

@@ -19,6 +19,8 @@ from jaxmem.state.contents import Contents
 
 # Orbax reads about so much at a time, or one leaf if that is larger.
 _READ_BYTES = 2**30
+# Characters of what Orbax says; it says the same thing in several ways.
+_SHOWN = 400
 
 
 def arrays_of(place: Path, contents: Contents) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _why_not(place: Path, name: str, like: Any) -> str:
     try:
         _read(place, {name: like})
     except Exception as error:
-        return str(error) or type(error).__name__
+        return f"{error!s:.{_SHOWN}}" or type(error).__name__
     return ""
 
 
