@@ -234,14 +234,33 @@ def _wrong(
     return ""
 
 
+def stop_once(directory: Path, done: int, expected: dict[int, str]) -> Kill:
+    """Start the example after checkpoint ``done`` and tell it to stop (SIGTERM): it saves first."""
+    seen = Kill("told", "nobody")
+    with Run(directory) as run:
+        run.wait_for(done + 4)
+        run.process.terminate()
+        code, losses, begun = run.ended(), run.losses(), run.begun_at()
+    seen.begun = -1 if begun is None else begun
+    seen.reached, seen.newest = max(losses), max(complete(directory), default=-1)
+    seen.left = tuple(half_written(directory))
+    seen.wrong = _wrong(seen, done, losses, expected, run)
+    if code or seen.left or not seen.newest == seen.reached < STEPS - 1:
+        seen.wrong = f"told to stop, it did not save and exit\n{run.text()}"
+    return seen
+
+
 def check(directory: Path, kills: int, seed: int, tell=lambda kill: None) -> list[Kill]:
-    """Kill the example ``kills`` times and let it come to its end; what was seen of each.
+    """Kill the example ``kills`` times, tell it to stop, and let it come to its end.
 
     Args:
         directory: for checkpoints; nothing is there yet.
         kills: how often; whenever training has ended it begins anew.
         seed: of the moments and the victims.
         tell: called with each.
+
+    Returns:
+        What was seen of each kill, of the stop and of the end.
     """
     with Run(directory / "whole") as run:
         assert run.ended() == 0, run.text()
@@ -260,12 +279,20 @@ def check(directory: Path, kills: int, seed: int, tell=lambda kill: None) -> lis
         elif done == STEPS - 1:
             shutil.rmtree(place)
             done = -1
+    if done > STEPS // 2:
+        shutil.rmtree(place)
+        done = -1
+    seen.append(stop_once(place, done, expected))
+    tell(seen[-1])
+    done = seen[-1].newest
     last = Kill("end", "nobody")
     with Run(place) as run:
         code, losses = run.ended(), run.losses()
     if code or losses != {n: expected[n] for n in range(done + 1, STEPS)}:
         last.wrong = f"the last run did not come to its end\n{run.text()}"
-    elif sorted(p.name for p in place.iterdir()) != [str(STEPS - 1 - EVERY), str(STEPS - 1)]:
+    elif {p.name for p in place.iterdir()} != {
+        *map(str, (max(STEPS - 1 - EVERY, done), STEPS - 1))
+    }:
         last.wrong = f"leftovers: {sorted(p.name for p in place.iterdir())}"
     tell(last)
     return [*seen, last]

@@ -23,20 +23,37 @@ def test_two_processes_compute_what_one_device_does_under_every_rule(tmp_path):
     assert [out.count("holds") for out in outs] == [1, 1]
 
 
-def test_a_mesh_without_devices_of_some_processes_is_refused_at_once(tmp_path):
+def test_processes_without_devices_of_a_mesh_or_that_are_stopped_are_named(tmp_path):
+    """The first at once, the others after a timeout, by all that wait for them."""
     script = tmp_path / "some.py"
     script.write_text(
+        "import os, pathlib, signal, sys\n"
         "import jax, numpy as np, jaxmem\n"
         "from jax.sharding import Mesh\n"
+        "from jaxmem.runtime import agreed\n"
         "from tests import cluster\n"
         "me = cluster.initialize()\n"
-        "mesh = Mesh(np.array([d for d in jax.devices() if d.process_index < 2]), ('data',))\n"
-        "step = jaxmem.fit(lambda w: w * 2, mesh=mesh, shard='zero3', budget='1GiB')\n"
-        "try:\n"
-        "    me == 2 or step(np.ones(8, np.float32))\n"
-        "except jaxmem.ProcessError as error:\n"
-        "    assert error.processes == (2,)\n"
-        "    print(error)\n"
+        "agreed._ARRIVE_SECONDS = 6.0\n"
+        "stopped = pathlib.Path(sys.argv[4])\n"
+        "devices = jax.devices()\n"  # All make themselves known to all.
+        "if me == 2:\n"
+        "    stopped.write_text(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    sys.exit()\n"
+        "for number in (2, 3):\n"
+        "    mesh = Mesh(np.array(devices[:number]), ('data',))\n"
+        "    step = jaxmem.fit(lambda w: w * 2, mesh=mesh, shard='zero3', budget='1GiB')\n"
+        "    try:\n"
+        "        step(np.ones(6, np.float32))\n"
+        "    except jaxmem.ProcessError as error:\n"
+        "        assert error.processes == (2,)\n"
+        "        print(error)\n"
+        "if me == 0:\n"
+        "    os.kill(int(stopped.read_text()), signal.SIGCONT)\n"
     )
-    outs = cluster.run(script, count=3, devices=1)
-    assert ["those of process 2. jaxmem plans" in out for out in outs] == [True, True, False]
+    outs = cluster.run(script, str(tmp_path / "stopped"), count=3, devices=1)
+    for said in (
+        "those of process 2. jaxmem plans",
+        "process 2 of 3 did not come within 6 s to plan",
+    ):
+        assert [said in out for out in outs] == [True, True, False]

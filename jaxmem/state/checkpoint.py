@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,8 @@ def save(
     {'epoch': 2, 'w': Array([0., 1., 2.], dtype=float32)}
     """
     processes.check_timeout(timeout)
-    path, step = ondisk.resolved(directory), _integer(step)
+    path = ondisk.resolved(directory)
+    step, keep = ondisk.number_of(step), ondisk.number_of(keep)
     take = functools.partial(_contents, state, step, keep)
     with writing.lock:
         if processes.several():
@@ -136,16 +136,17 @@ def restore(
 
     Raises:
         CheckpointError: there is none; it is damaged, by leaf; it was written by another version;
-            leaves are missing, or of another shape or dtype.
+            leaves are missing, of another shape or dtype, or cannot be put where they are to go.
         ProcessError: some processes are missing, or do something else.
         MissingExtraError: Orbax is not installed.
         ArgumentError: ``timeout`` is no positive number.
 
     Cost:
-        About 1 GiB of host memory beside the state, or the largest leaf if that is more.
+        About 1 GiB of host memory beside the state, 2 if it is NumPy's, or the largest leaf if
+        that is more.
     """
     processes.check_timeout(timeout)
-    path, step = ondisk.resolved(directory), _integer(step)
+    path, step = ondisk.resolved(directory), ondisk.number_of(step)
     if processes.several():
         with writing.lock:
             return together.restore(path, like, step, timeout)
@@ -161,14 +162,6 @@ def restore(
     if wrong:
         raise ondisk.damaged(place, wrong)
     return contents.rebuilt({**arrays, **manifest.values})
-
-
-def _integer(step: Any) -> Any:
-    """An integer of NumPy or JAX as one of Python's; what is none stays, and is refused later."""
-    try:
-        return step if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        return step
 
 
 def _contents(state: Any, step: Any, keep: Any) -> Contents:

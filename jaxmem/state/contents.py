@@ -91,8 +91,7 @@ def contents_of(tree: Any) -> Contents:
         else:
             raise CheckpointError(
                 f"{name or 'the state'} is a {type(leaf).__name__}{_dtype_of(leaf)} "
-                f"({leaf!r:.80}), which no checkpoint holds. Save arrays, numbers and texts; leave "
-                "functions and configuration to the code."
+                f"({leaf!r:.80}), which no checkpoint holds. {_instead(leaf)}"
             )
 
     def rebuild(found: Mapping[str, Any]) -> Any:
@@ -101,6 +100,12 @@ def contents_of(tree: Any) -> Contents:
         return jax.tree_util.tree_unflatten(structure, back)
 
     return Contents(arrays, keys, values, rebuild)
+
+
+def _instead(leaf: Any) -> str:
+    if isinstance(leaf, jax.sharding.Sharding):
+        return "Give an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+    return "Save arrays, numbers and texts; leave functions and configuration to the code."
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxmem import processes
 from jaxmem.errors import CheckpointError, MissingExtraError
@@ -15,6 +20,16 @@ from jaxmem.units import format_bytes
 
 # The items of a checkpoint: arrays, as Orbax alone can read them, and what they must be.
 ARRAYS, LIST = "state", "jaxmem"
+# What Orbax calls directories that are not complete; nothing of that name is ever restored.
+_HALF = "*.orbax-checkpoint-tmp*"
+# So often, a tenth of a second apart, it is looked whether they stay away; at most for so long.
+_LOOKS, _DELETING_SECONDS = 4, 10.0
+# What systems say where there is no room, as TensorStore and Python hand it on, and what helps.
+_NO_ROOM = {
+    "No space left on device": "Make room there, keep fewer with keep=, or give another directory.",
+    "Disk quota exceeded": "Your quota is used up: delete something, or give another directory.",
+    "File too large": "The system refuses files so large there: see `ulimit -f`.",
+}
 
 
 def orbax() -> Any:
@@ -62,15 +77,34 @@ def place_of(path: Path, step: int | None) -> Path:
     Raises:
         CheckpointError: there is none, or ``step`` is no number.
     """
+    step = number_of(step)
     if step is not None:
         check_number(step)
     found = steps(path)
     if not found:
-        raise CheckpointError(f"{path} holds no complete checkpoint.")
+        raise CheckpointError(f"{path} holds no complete checkpoint{_why_none(path)}.")
     if step is not None and step not in found:
         there = ", ".join(map(str, found))
         raise CheckpointError(f"{path} holds no complete checkpoint {step}; there are: {there}.")
     return path / str(found[-1] if step is None else step)
+
+
+def _why_none(path: Path) -> str:
+    if (path / LIST).is_dir() and path.name.isdecimal():
+        return f": it is one itself. Give {str(path.parent)!r} and step={path.name}"
+    if not path.is_dir():
+        return ": it is a file" if path.exists() else ": there is no such directory"
+    return ""
+
+
+def number_of(step: Any) -> Any:
+    """A whole number of NumPy or JAX as Python's; anything else as it is."""
+    if isinstance(step, bool | np.bool_):
+        return step
+    try:
+        return operator.index(step)
+    except TypeError:
+        return step
 
 
 def manifest_of(place: Path) -> Manifest:
@@ -109,24 +143,53 @@ def check_own(path: Path) -> None:
             )
 
 
+def delete_half_written(path: Path) -> None:
+    """Delete what is not complete: on a full disk it takes the room that others need.
+
+    One write that fails ends a save while others are on their way, and they make their directories
+    again: it has to stay away for a moment. What comes later still goes with the next save.
+    """
+    end = time.monotonic() + _DELETING_SECONDS
+    looks = _LOOKS if any(path.glob(_HALF)) else 0
+    while looks and time.monotonic() < end:
+        halves = [*path.glob(_HALF)]
+        looks = _LOOKS if halves else looks - 1
+        for half in halves:
+            shutil.rmtree(half, ignore_errors=True)
+        time.sleep(0.1)
+
+
+def free_bytes(path: Path) -> int:
+    """The bytes that are free where a directory is, counting what is half-written in it as free."""
+    free = shutil.disk_usage(path).free
+    for half in path.glob(_HALF):
+        for folder, _, names in os.walk(half):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # It is being deleted meanwhile.
+                    free += (Path(folder) / name).stat().st_blocks * 512
+    return free
+
+
 def unwritten(path: Path, nbytes: int, error: Exception) -> CheckpointError:
     """The error for a checkpoint of ``nbytes`` bytes that this process could not write."""
     free = ""
     with contextlib.suppress(OSError):
-        free = f"; {format_bytes(shutil.disk_usage(path).free)} are free there"
+        free = f"; {format_bytes(free_bytes(path))} are free there without it"
     left = "unknown"
     with contextlib.suppress(Exception):  # Not where Python is about to end.
         left = ", ".join(map(str, steps(path))) or "none"
     by = f" by process {processes.number()}" if processes.several() else ""
+    takes = f"Its arrays take {format_bytes(nbytes)}{free}. " if nbytes else ""
+    fix = next((f" {fix}" for said, fix in _NO_ROOM.items() if said in str(error)), "")
     return CheckpointError(
-        f"a checkpoint in {path} could not be written{by}: {error}\n  Its arrays take "
-        f"{format_bytes(nbytes)}{free}. Complete checkpoints that are there: {left}."
+        f"a checkpoint in {path} could not be written{by}: {error}\n  {takes}Complete checkpoints "
+        f"that are there: {left}.{fix}"
     )
 
 
-def damaged(place: Path, names: Sequence[str]) -> CheckpointError:
+def damaged(place: Path, names: Sequence[str], how: str = "differs") -> CheckpointError:
     """The error for leaves that are not what was saved."""
     others = [str(step) for step in steps(place.parent) if str(step) != place.name]
     named = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     hint = f" Try step={others[-1]}." if others else ""
-    return CheckpointError(f"{place} is damaged: what was read of {named} was not saved.{hint}")
+    return CheckpointError(f"{place} is damaged: {named} {how}.{hint}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import signal
 import threading
 from typing import Any
@@ -11,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxmem import _compat, processes
 from jaxmem.errors import ArgumentError
+from jaxmem.state import ondisk
 
 _listener: _Listener | None = None
 # The step of the first call: JAX's service counts from 0, and stops one after the largest it was
@@ -61,11 +61,9 @@ def preempted(step: int) -> bool:
     >>> step
     2
     """
-    given: Any = None if isinstance(step, bool) else step
-    try:
-        step = operator.index(given)
-    except TypeError as error:
-        raise ArgumentError(f"step={step!r}: give the number of the step.") from error
+    step = ondisk.number_of(step)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ArgumentError(f"step={step!r}: give the number of the step.")
     if processes.several():
         return _told_together(step)
     global _listener

@@ -10,40 +10,78 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxmem import _compat, processes
+from jaxmem.errors import CheckpointError
 from jaxmem.state import ondisk
 from jaxmem.state.contents import Contents
 
 # Orbax reads about so much at a time, or one leaf if that is larger.
 _READ_BYTES = 2**30
+# Characters of what Orbax says; it says the same thing in several ways.
+_SHOWN = 400
 
 
 def arrays_of(place: Path, contents: Contents) -> dict[str, Any]:
     """All arrays of a checkpoint, where those of ``contents`` are.
 
     Raises:
-        CheckpointError: some cannot be read, by name.
+        CheckpointError: some cannot be read, or not put where they are to go, by name.
     """
+    for name, a in contents.arrays.items():
+        _check_place(name, a)
     wanted = {name: a for name, a in contents.arrays.items() if a.size}
     try:
         found = _read(place, wanted)
     except Exception as error:
-        alone = [name for name, a in wanted.items() if not _is_readable(place, name, a)]
-        if not alone:
-            raise
-        raise ondisk.damaged(place, alone) from error
+        raise _unread(place, wanted, error) from error
     empty = {name: a for name, a in contents.arrays.items() if not a.size}
     found.update((name, np.zeros(a.shape, a.dtype)) for name, a in empty.items())
     return {name: _placed(found[name], a) for name, a in contents.arrays.items()}
 
 
-def _is_readable(place: Path, name: str, like: Any) -> bool:
+def _check_place(name: str, like: Any) -> None:
+    """Check that there is a place for a leaf before anything is read."""
+    sharding = _sharding(like)
+    if sharding is None:
+        return
+    where = f"{name or 'the state'} {list(like.shape)}"
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        raise CheckpointError(
+            f"{where} is to go to an AbstractMesh, which has no devices. Give a sharding over a "
+            "jax.sharding.Mesh, or a shape without one."
+        )
+    try:
+        sharding.shard_shape(like.shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where} cannot be split as it is to be: {error}. Give a sharding whose parts divide "
+            "it, as jaxmem.shard makes them."
+        ) from error
+
+
+def _unread(place: Path, wanted: Mapping[str, Any], error: Exception) -> CheckpointError:
+    """Why arrays could not be read: what is damaged, or has no room where it is to go."""
+    alone = {name: why for name, a in wanted.items() if (why := _why_not(place, name, a))}
+    as_numpy = {n: jax.ShapeDtypeStruct(wanted[n].shape, wanted[n].dtype) for n in alone}
+    whole = {name: why for name, a in as_numpy.items() if (why := _why_not(place, name, a))}
+    if whole:
+        return ondisk.damaged(place, [*whole], f"cannot be read ({next(iter(whole.values()))})")
+    names, why = ([*alone], next(iter(alone.values()))) if alone else ([*wanted], str(error))
+    return CheckpointError(
+        f"{place} is not damaged, and {names[0] or 'the state'} cannot be put where it is to go: "
+        f"{why}"
+    )
+
+
+def _why_not(place: Path, name: str, like: Any) -> str:
+    """Why one array cannot be read; "" if it can."""
     try:
         _read(place, {name: like})
-    except Exception:  # Whatever it was, it is said by who asked.
-        return False
-    return True
+    except Exception as error:
+        return f"{error!s:.{_SHOWN}}" or type(error).__name__
+    return ""
 
 
 def _read(place: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,12 +147,17 @@ class Patterns:
         return False, None
 
 
-def check_name(rule: str) -> None:
+def check_name(rule: Any) -> None:
     """Check that a rule of this name is there.
 
     Raises:
         ShardingError: it is not.
     """
+    if not isinstance(rule, str):
+        raise ShardingError(
+            f"a rule is {rule!r:.80}. Give one of {', '.join(map(repr, NAMED))}, or a mapping of "
+            'patterns, such as {"*": PartitionSpec("data")}.'
+        )
     if rule == "zero2":
         raise ShardingError(
             "zero2 splits gradients, which are no leaves of a state: inside the step XLA splits "

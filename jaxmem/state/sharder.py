@@ -129,7 +129,10 @@ class Sharder:
                     'one "data" or "fsdp".'
                 )
             return usual or tuple(self.sizes)
-        axes = (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+        if not isinstance(axes, tuple | list):
+            raise ShardingError(f"axis={axes!r}: give the name of an axis, or several: {there}.")
+        axes = tuple(axes)
         for name in axes:
             if name not in self.sizes:
                 raise ShardingError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxmem.errors import ShardingError
 from jaxmem.runtime.asked import FEWEST_BYTES
@@ -69,14 +69,16 @@ def shard(
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ShardingError(
-            f'mesh is {mesh!r:.80}. Give a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)'
-            "), or an AbstractMesh."
+            f"mesh is {mesh!r:.80}. Give a jax.sharding.Mesh, such as jax.make_mesh((8,), "
+            '("data",)), or an AbstractMesh.'
         )
     leaves, structure, opened = leaves_of(tree)
     sharder = Sharder(leaves, dict(mesh.shape), axis)
     given = [leaf.own for leaf in leaves] if specs is None else specs_like(specs, opened)
     sharder.take(given, logical or {})
-    for rule in [rules] if isinstance(rules, str | Mapping) else rules:
+    given_rules: Any = rules
+    is_one = isinstance(rules, PartitionSpec) or not isinstance(rules, list | tuple)
+    for rule in [given_rules] if is_one else given_rules:
         sharder.apply(rule)
     patterns = [host] if isinstance(host, str) else list(host)
     Patterns(dict.fromkeys(patterns)).check([leaf.names for leaf in leaves])

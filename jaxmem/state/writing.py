@@ -196,6 +196,7 @@ class Directory:
             forget(self)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()
+            ondisk.delete_half_written(self.path)
             told = isinstance(error, JaxmemError)
             self.failed = error if told else ondisk.unwritten(self.path, self.needed, error)
             raise self.failed from (None if told else error)
@@ -208,7 +209,8 @@ class Directory:
         if free < nbytes:
             raise CheckpointError(
                 f"a checkpoint in {self.path} takes up to {format_bytes(nbytes)}, and "
-                f"{format_bytes(free)} are free there. Make room, or save less often with keep=."
+                f"{format_bytes(free)} are free there. Make room, keep fewer with keep=, or give "
+                "another directory. Those that are there stay until the new one is complete."
             )
 
 

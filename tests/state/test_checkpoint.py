@@ -14,9 +14,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem.errors import CheckpointError, MissingExtraError
+from jaxmem.state import reading
 from tests.state.trees import assert_same, blank
 from tests.streamed_steps import X, fitted, in_small_buckets, kinds, state_with, step_with
 
@@ -260,6 +262,27 @@ def test_what_is_deleted_between_saves_is_gone(tmp_path):
     assert jaxmem.restore(tmp_path / "run", {"w": jnp.zeros(3)})["w"][0] == 9
 
 
+def test_numbers_of_numpy_and_jax_are_numbers(tmp_path):
+    jaxmem.save(tmp_path, {"w": jnp.zeros(3)}, step=jnp.int32(1), keep=np.int64(2))
+    jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=np.int64(2), keep=2)
+    assert jaxmem.restore(tmp_path, {"w": jnp.ones(3)}, step=np.int32(1))["w"][0] == 0
+    for step in ("1", 1.0, True):
+        with pytest.raises(CheckpointError, match="give the number of a checkpoint"):
+            jaxmem.restore(tmp_path, {"w": jnp.ones(3)}, step=step)
+
+
+def test_a_directory_that_holds_none_says_why(tmp_path):
+    jaxmem.save(tmp_path / "run", {"w": jnp.ones(3)}, step=7, wait=True)
+    (tmp_path / "file").write_text("")
+    for name, said in (
+        ("run/7", r"it is one itself\. Give '.*run' and step=7"),
+        ("file", "it is a file"),
+        ("none", "there is no such directory"),
+    ):
+        with pytest.raises(CheckpointError, match=f"holds no complete checkpoint: {said}"):
+            jaxmem.restore(tmp_path / name, {"w": jnp.ones(3)})
+
+
 def test_an_empty_directory_says_so(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
@@ -299,6 +322,44 @@ def test_another_tree_is_named_leaf_by_leaf(tmp_path, change, said):
         jaxmem.restore(tmp_path, like)
 
 
+@pytest.mark.parametrize(
+    ("saved", "given", "said"),
+    [
+        (lambda s: s, lambda s: {"train": s}, r"the same without \['train'\] in front: give what"),
+        (lambda s: {"train": s}, lambda s: s, r"the same with \['train'\] in front: give a tree"),
+        (lambda s: s, lambda s: {**s, "w": s["w"].astype("bfloat16")}, "For another dtype restore"),
+    ],
+)
+def test_what_was_probably_meant_is_said(tmp_path, saved, given, said):
+    state = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+    jaxmem.save(tmp_path, saved(state), step=0)
+    with pytest.raises(CheckpointError, match=said):
+        jaxmem.restore(tmp_path, given(state))
+
+
+def test_a_place_that_is_none_is_no_damage(tmp_path, monkeypatch):
+    """A leaf that is whole on disk is never called damaged."""
+    state = {"w": jnp.ones((6, 2)), "b": jnp.ones(3)}
+    jaxmem.save(tmp_path, state, step=0, wait=True)
+    absent = NamedSharding(AbstractMesh((3,), ("d",)), PartitionSpec("d"))
+    like = jax.eval_shape(lambda: state)
+    like["w"] = jax.ShapeDtypeStruct((6, 2), jnp.float32, sharding=absent)
+    with pytest.raises(CheckpointError, match=r"^\['w'\] \[6, 2\] is to go to an AbstractMesh"):
+        jaxmem.restore(tmp_path, like)
+    read = reading._read
+
+    def without_room(place, wanted):
+        if any(getattr(a, "sharding", None) is not None for a in wanted.values()):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return read(place, wanted)
+
+    monkeypatch.setattr(reading, "_read", without_room)
+    like["w"] = jax.ShapeDtypeStruct((6, 2), jnp.float32, sharding=DEVICE)
+    said = r"not damaged, and \['w'\] cannot be put where it is to go: RESOURCE_EXHAUSTED"
+    with pytest.raises(CheckpointError, match=said):
+        jaxmem.restore(tmp_path, like)
+
+
 def test_nothing_of_a_model_is_changed_where_something_does_not_match(tmp_path):
     jaxmem.save(tmp_path, {"model": nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "n": 1}, step=0)
     model = nnx.Linear(3, 4, rngs=nnx.Rngs(1))
@@ -320,6 +381,7 @@ def test_nothing_of_a_model_is_changed_where_something_does_not_match(tmp_path):
         ({"o": jnp.zeros(3, jnp.uint4)}, {}, r"\['o'\] is a ArrayImpl of uint4"),
         ({"o": signal.SIGTERM, "w": np.ones(3)}, {}, r"\['o'\] is a Signals"),
         ({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, {}, r"\['w'\] has a shape and no data"),
+        ({"o": DEVICE}, {}, r"\['o'\] is a SingleDeviceSharding.* jax\.ShapeDtypeStruct\(shape"),
         ({"n": 3}, {}, "holds no arrays"),
         ({"w": np.ones(3)}, {"step": -1}, "step=-1"),
         ({"w": np.ones(3)}, {"step": 1.0}, r"step=1\.0"),

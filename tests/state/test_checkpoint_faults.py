@@ -32,8 +32,10 @@ def test_a_checkpoint_of_another_format_or_of_orbax_alone(tmp_path):
     jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=0, wait=True)
     listed = tmp_path / "0" / "jaxmem" / "metadata"
     written = json.loads(listed.read_text())
-    listed.write_text(json.dumps({**written, "format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2, and this jaxmem reads 1"):
+    assert written["by"] == f"jaxmem {jaxmem.__version__}"
+    listed.write_text(json.dumps({**written, "format": 2, "by": "jaxmem 9.1"}))
+    said = r"has format 2, written by jaxmem 9\.1; this is jaxmem 0\.\S+, which reads format 1\."
+    with pytest.raises(CheckpointError, match=said):
         jaxmem.restore(tmp_path, {"w": jnp.ones(3)})
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))

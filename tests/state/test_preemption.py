@@ -45,10 +45,10 @@ def test_all_save_the_same_step_and_exit_when_one_is_told(tmp_path, count, told)
 def test_the_second_signal_ends_a_process(tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(
-        "import os, signal, jaxmem\n"
+        "import os, signal, jaxmem, numpy\n"
         "assert not jaxmem.preempted(0)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert jaxmem.preempted(1) and jaxmem.preempted(2)\n"
+        "assert jaxmem.preempted(1) and jaxmem.preempted(numpy.int64(2))\n"
         "print('told', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('still here')\n"

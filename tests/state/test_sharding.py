@@ -210,6 +210,10 @@ def test_it_prints_as_a_table_and_names_cannot_steer_it():
         ("tp", {}, "patterns of paths"),
         ("zero1", {}, "no leaf is known as such"),
         ("fsdp", {"axis": "dat"}, "the mesh has no axis 'dat'"),
+        ("fsdp", {"axis": 3}, "axis=3: give the name of an axis, or several: data, model"),
+        (None, {}, "a rule is None. Give one of 'fsdp'"),
+        (P("data"), {}, r"a rule is P\('data',?\).* or a mapping of patterns, such as"),
+        ([P("data")], {}, r"a rule is P\('data',?\).* or a mapping of patterns, such as"),
         ((), {"host": "*v*"}, r"'\*v\*' matches no leaf"),
         ((), {"specs": {"v": P()}}, "specs= is no prefix of the state"),
         ((), {"specs": {"w": "data"}}, r"specs=: \['w'\] is 'data'"),
@@ -226,9 +230,9 @@ def test_a_leaf_that_is_no_array_is_named(leaf):
         jaxmem.shard({"w": [shape(8), leaf]}, GRID, "fsdp", axis="data")
 
 
-@pytest.mark.parametrize("mesh", [None, 8, "data"])
+@pytest.mark.parametrize("mesh", ["data", (8,), [jax.devices()], None])
 def test_what_is_no_mesh_is_told(mesh):
-    with pytest.raises(ShardingError, match=r"mesh is .* Give a jax\.sharding\.Mesh"):
+    with pytest.raises(ShardingError, match=r"mesh is .* Give a jax\.sharding\.Mesh, such as"):
         jaxmem.shard({"w": shape(8, 6)}, mesh, "fsdp")
 
 
