@@ -46,6 +46,7 @@ _MOST_OF = 0.9
 # gc.get_referrers compares every object with every array: a second for thousands of them.
 _MOST_UNNAMED = 32
 _NOBODY = "no variable that was found"
+_LATE = "unknown, looking took too long"
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,9 @@ def _referred(rest: Sequence[Any], ours: Sequence[Any], until: float) -> list[Ho
     groups: dict[str, list[Any]] = {}
     left = _MOST_UNNAMED
     for array in rest:  # The pairs of enumerate would refer to it, too.
-        name = _NOBODY
-        if left > 0 and time.perf_counter() < until:
+        is_late = time.perf_counter() >= until
+        name = _LATE if is_late else _NOBODY
+        if left > 0 and not is_late:
             name = _referrer(array, {*map(id, (rest, *ours)), *map(id, groups.values())})
         left -= 1
         groups.setdefault(name, []).append(array)
