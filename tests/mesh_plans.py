@@ -11,15 +11,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jaxmem
 from tests.mesh_steps import (
     LAYERS,
     TENSOR,
+    TX,
     WIDTH,
     X,
     first_state,
     fit,
+    loss,
     mesh,
     run,
     step,
@@ -89,6 +92,32 @@ def gathered_again() -> None:
     assert _count(found, "all-reduce") <= _count(before, "all-reduce")
 
 
+def one_scale() -> None:
+    """Where devices have other parts than was counted, every prediction is scaled alike."""
+
+    def counted(n):
+        def accumulated(state, x):
+            value, grads = jaxmem.accumulate(jax.value_and_grad(loss), n)(state["params"], x)
+            updates, opt_state = TX.update(grads, state["opt_state"])
+            params = optax.apply_updates(state["params"], updates)
+            return {"params": params, "opt_state": opt_state}, value
+
+        return accumulated
+
+    state, options = first_state(), {"mesh": mesh(), "shard": ()}
+    written = fit(counted(1), **options)
+    plan = written.plan(state, X)
+    assert any("times what was counted" in note for note in plan.notes), "it shows nothing"
+    assert 0.85 < plan.predicted_bytes / plan.compiled_bytes < 1.15
+    curve = jaxmem.frontier(written, state, X, points=2)
+    assert curve.points[-1].solver == "keep-all"
+    assert curve.points[-1].peak_bytes == plan.predicted_bytes
+    budget = int(0.95 * plan.compiled_bytes)
+    chosen = fit(counted(jaxmem.AUTO), budget=budget, **options).plan(state, X)
+    assert chosen.rounds[0].predicted_bytes == plan.predicted_bytes
+    assert chosen.compiled_bytes <= budget
+
+
 def automatic() -> None:
     """The quickest of those that fit; what was compared is said, and nothing else is different."""
     plans = {
@@ -136,6 +165,7 @@ CHECKS = {
     "bytes on paper": bytes_on_paper,
     "collectives once": collectives_once,
     "gathered again": gathered_again,
+    "one scale": one_scale,
     "automatic": automatic,
 }
 

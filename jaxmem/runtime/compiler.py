@@ -245,7 +245,7 @@ class Compiler:
                 f"the compiler merged {len(merged)} recomputed operations with the originals"
             )
         if solution.offload or solution.hosted:
-            planned = 0 if self.program.sharded else self.program.host_bytes(self.hosting(solution))
+            planned = self.program.host_bytes(self.hosting(solution))
             problems += verify.not_on_host(
                 block, text, compiled.memory, solution.host_bytes, planned
             )
