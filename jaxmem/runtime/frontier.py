@@ -11,7 +11,7 @@ from jaxmem.planner.frontier import Frontier, Point, pareto, spaced, thinned
 from jaxmem.planner.search import Search
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Part, Report
-from jaxmem.targets.compiling import memory_schedules, usable_bytes
+from jaxmem.targets.compiling import usable_bytes
 
 POINTS = 14
 _AS_WRITTEN = "keep-all"
@@ -107,7 +107,7 @@ class _Curve:
         self.report(f"compiling {point.solver}")
         compiler = self.compiler
         if solution is None:
-            ways = ({}, memory_schedules(compiler.target)[-1])
+            ways = ({}, compiler.least_options)
             sizes = [compiler.compile(None, options=o).memory.total_bytes for o in ways]
             return replace(point, compiled_bytes=min(sizes))
         attempt = compiler.attempt(solution)

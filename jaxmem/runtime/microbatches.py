@@ -132,6 +132,7 @@ class _Choosing:
     ):
         self.trace, self.budget, self.report, self.plain = trace, budget_bytes, report, plain
         self.host_bytes, self.bench = host_bytes, bench
+        compiler.budget_bytes = budget_bytes
         self.target, self.check = compiler.target, compiler.check
         self.policy, self.deadline = compiler.policy, compiler.deadline
         self.options = {1: _Option(1, first, compiler)}
@@ -157,6 +158,7 @@ class _Choosing:
             self.report(f"tracing the step with {count} microbatches")
             traced = self.trace(count)
             compiler = Compiler(traced.program, self.target, self.check, self.policy, self.deadline)
+            compiler.budget_bytes = self.budget
             self.options[count] = _Option(count, traced, compiler)
         return self.options[count]
 

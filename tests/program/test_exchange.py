@@ -132,8 +132,9 @@ def test_element_wise_work_is_split_as_its_result_is():
 
 
 def test_reductions_and_transposes_follow_their_dimensions():
-    (total,) = program(lambda x: jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None),
-                       jnp.zeros((64, 32))).block.ops
+    (total,) = program(
+        lambda x: jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), jnp.zeros((64, 32))
+    ).block.ops
     kept = exchange(laid(total, split(None, Y), split(Y)))
     assert not kept.is_collective
     summed = exchange(laid(total, split(Y, None), Layout(((),))))

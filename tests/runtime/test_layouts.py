@@ -59,9 +59,7 @@ def scanned(w, x):
 
 def test_results_of_a_loop_that_the_step_returns_are_laid_out_as_inside_it():
     """What a loop gives is given on by one iteration of it, also where nothing else reads it."""
-    traced = laid_out(
-        scanned, shape(None, LAYERS, WIDTH, WIDTH), shape(BY_ROWS, ROWS, WIDTH)
-    )
+    traced = laid_out(scanned, shape(None, LAYERS, WIDTH, WIDTH), shape(BY_ROWS, ROWS, WIDTH))
     carried, stacked, sums = traced.block.outputs
     assert parts(carried) == (8, 1)
     assert parts(stacked) == (1, 8, 1)
