@@ -67,7 +67,7 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     _check_names(compiler, offload)
     _check_segments(compiler, plan)
     hosted = _hosted(compiler, plan)
-    if plan.options and not is_schedule(compiler.target, plan.options):
+    if plan.options and not is_schedule(compiler.target, dict(plan.options)):
         raise PlanMismatchError(
             f"the plan for {plan.function} sets compiler options that this jaxmem does not "
             f"use for {plan.target}: {dict(plan.options)}. Plan again."
