@@ -54,7 +54,8 @@ def frontier(
         TraceError: JAX cannot trace the function.
 
     Cost:
-        One trace and ``points`` searches, no compile; with ``compile`` about ``points + 8``.
+        One trace and ``points`` searches; over several devices one compile, elsewhere none; with
+        ``compile`` about ``points + 8``.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):
@@ -89,7 +90,9 @@ def _of_step(
     target = step._planning.target
     telling = show_progress(step._planning.progress, f"frontier of {step._caller.name}")
     with tracing_for(target), nnx.context((args, kwargs)):
-        program = step._caller.trace(step._caller.take(args, kwargs)).program
-        compiler = Compiler(program, target, check=bool(step._planning.verify))
-    with tracing_for(target), telling as report:
+        call = step._take(args, kwargs)
+        with step._tracing(call):
+            program = step._caller.trace(call).program
+            compiler = Compiler(program, target, check=bool(step._planning.verify))
+    with tracing_for(target), step._tracing(call), telling as report:
         return curve(compiler, points, compile, report)

@@ -7,6 +7,7 @@ every check that holds.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import traceback
 import warnings
@@ -173,6 +174,39 @@ def explicit_axes() -> None:
     steps(mesh=over, count=1)
 
 
+def values_and_state_within_one_program() -> None:
+    """What ``host_budget`` allows: values and moments wait in host memory, each device's parts."""
+    settings = {"host": None, "budget": None}
+    grid = {"shard": [TENSOR, "zero3"], "mesh": mesh(data=2, model=4)}
+    for options in ({}, grid):
+        plan = _with_everything_away(**options)
+        run, plain = fit(**settings, **options, plan=plan), jax.jit(STEP)
+        state, expected = run.place(first_state(TX), X)[0], first_state(TX)
+        places = [a.sharding for a in jax.tree.leaves(state)]
+        assert [place.memory_kind for place in places].count("pinned_host") == 4 * LAYERS
+        memory = run.lower(state, X).compile().memory_analysis()
+        assert memory.host_argument_size_in_bytes == 4 * LAYERS * PART
+        assert memory.host_temp_size_in_bytes > 0
+        for _ in range(2):
+            state, value = run(state, X)
+            expected, reference = plain(expected, X)
+            same((expected, reference), (state, value))
+            assert [a.sharding for a in jax.tree.leaves(state)] == places
+        assert len(run._outcomes) == 1, "a state that came back was planned anew"
+
+
+def _with_everything_away(**options) -> jaxmem.Plan:
+    """A plan that keeps products alone, with these and the moments in host memory."""
+    policy = jaxmem.policies.dots
+    plan = fit(host=None, policy=policy, **options).plan(first_state(TX), X)
+    kept = tuple(dataclasses.replace(k, offloaded=k.names) for k in plan.kept)
+    assert any(k.names for k in kept)
+    leaves = jax.tree_util.tree_leaves_with_path(first_state(TX))
+    moments = [jax.tree_util.keystr(path) for path, _ in leaves if "'opt'" in str(path[0])]
+    away = tuple(f"state{path}" for path in moments if not path.endswith("count"))
+    return dataclasses.replace(plan, kept=kept, hosted=away, policy="")
+
+
 def plans_again(tmp: Path) -> None:
     fit().plan(first_state(TX), X).save(tmp / "plan.json")
     plan = jaxmem.Plan.load(tmp / "plan.json")
@@ -275,6 +309,7 @@ ALONE = {
     "gradients": gradients_are_split,
     "given": given_on_a_mesh,
     "explicit axes": explicit_axes,
+    "within one program": values_and_state_within_one_program,
     "plans again": plans_again,
     "checkpoints": checkpoints,
     "a failed copy": a_copy_that_fails,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmem
+from jaxmem.runtime import compiler
 from tests.mesh_steps import (
     LAYERS,
     TENSOR,
@@ -20,6 +21,7 @@ from tests.mesh_steps import (
     X,
     first_state,
     fit,
+    loss,
     mesh,
     run,
     step,
@@ -89,6 +91,34 @@ def gathered_again() -> None:
     assert _count(found, "all-reduce") <= _count(before, "all-reduce")
 
 
+def one_scale() -> None:
+    """Where devices have other parts than was counted, every prediction is scaled alike."""
+
+    def counted(n):
+        def accumulated(params, x):
+            grads = jaxmem.accumulate(jax.grad(loss), n)(params, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+        return accumulated
+
+    params, rows = first_state()["params"], np.zeros((4096, WIDTH), np.float32)
+    options, agreed = {"mesh": mesh(), "shard": ()}, compiler._OTHER_PARTS
+    compiler._OTHER_PARTS = 1.0
+    try:
+        written = fit(counted(1), **options)
+        plan = written.plan(params, rows)
+        assert plan.predicted_bytes == plan.compiled_bytes
+        curve = jaxmem.frontier(written, params, rows, points=2)
+        assert curve.points[-1].solver == "keep-all"
+        assert curve.points[-1].peak_bytes == plan.predicted_bytes
+        budget = int(0.9 * plan.compiled_bytes)
+        chosen = fit(counted(jaxmem.AUTO), budget=budget, **options).plan(params, rows)
+    finally:
+        compiler._OTHER_PARTS = agreed
+    assert chosen.rounds[0].predicted_bytes == plan.predicted_bytes
+    assert chosen.compiled_bytes <= budget
+
+
 def automatic() -> None:
     """The quickest of those that fit; what was compared is said, and nothing else is different."""
     plans = {
@@ -136,6 +166,7 @@ CHECKS = {
     "bytes on paper": bytes_on_paper,
     "collectives once": collectives_once,
     "gathered again": gathered_again,
+    "one scale": one_scale,
     "automatic": automatic,
 }
 

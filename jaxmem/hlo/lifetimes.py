@@ -48,9 +48,13 @@ def lives(schedule: Schedule, allocation: Allocation) -> list[Life]:
 
 
 def _same(schedule: Schedule, slices: Iterable[Slice]) -> list[list[tuple[Slice, list[Place]]]]:
-    """Slices whose values are at the same place at some time, as those that a loop carries are."""
+    """Slices whose values are at the same place at some time, as those that a loop carries are.
+
+    They are in the same bytes, too: what starts an operation, what ends it, and the computation in
+    between have the same parts, and each has a table of its own with the addresses of these.
+    """
     groups: list[list[tuple[Slice, list[Place]]]] = []
-    owner: dict[Place, int] = {}
+    owner: dict[tuple[Place, int], int] = {}
     parent: list[int] = []
 
     def find(n: int) -> int:
@@ -64,7 +68,7 @@ def _same(schedule: Schedule, slices: Iterable[Slice]) -> list[list[tuple[Slice,
         groups.append([(piece, at)])
         parent.append(n)
         for place in at:
-            other = find(owner.setdefault(place, n))
+            other = find(owner.setdefault((place, piece.offset), n))
             mine = find(n)
             if other != mine:
                 parent[mine] = other

@@ -25,6 +25,7 @@ from jaxmem.targets.compiling import (
     memory_schedules,
     overlapping,
     runs_here,
+    within_room,
 )
 from jaxmem.targets.target import Target
 
@@ -104,6 +105,7 @@ class Compiler:
         deadline: that of the search, not of the compiles.
         most_smallest: of the smallest programs as many are compiled, trials included.
         order: the compiler options of every schedule; ``None`` leaves them to the trials.
+        budget_bytes: what schedules over several GPUs are to fit; ``None`` for the device.
     """
 
     program: Program
@@ -113,6 +115,7 @@ class Compiler:
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
     most_smallest: int = MOST_SMALLEST
     order: Mapping[str, str] | None = None
+    budget_bytes: int | None = None
     search: Search = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
@@ -200,9 +203,28 @@ class Compiler:
         """The compiler options that make least of the smallest schedule; none on a GPU."""
         if self.order is not None:
             return self.order
+        if self._may_overlap:
+            fixed, budget = self.program.fixed_bytes, self.budget_bytes
+            return {} if budget is None else within_room(self.target, budget - fixed, fixed)
         if not self.trials:
             return memory_schedules(self.target)[-1]
         return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Whether the compiler chooses what runs beside collectives."""
+        return self.program.sharded and self.target.platform == "gpu"
+
+    @property
+    def least_options(self) -> Mapping[str, str]:
+        """Those that make least of a program, whatever the budget is."""
+        if self._may_overlap:
+            return within_room(self.target, 0, 0)
+        return memory_schedules(self.target)[-1]
+
+    def options_of(self, compiled: Compiled) -> Mapping[str, str]:
+        """What a program was compiled with, but for what its transfers need."""
+        return next(dict(o) for (_, o), known in self._compiled.items() if known is compiled)
 
     def without_policy(self) -> Compiler:
         """The same for the planner alone; what is compiled already is not compiled again."""
@@ -211,6 +233,7 @@ class Compiler:
             self.target,
             self.check,
             deadline=self.deadline,
+            budget_bytes=self.budget_bytes,
             _compiled=self._compiled,
         )
 
@@ -245,17 +268,21 @@ class Compiler:
                 f"the compiler merged {len(merged)} recomputed operations with the originals"
             )
         if solution.offload or solution.hosted:
-            planned = 0 if self.program.sharded else self.program.host_bytes(self.hosting(solution))
+            planned = self.program.host_bytes(self.hosting(solution))
             problems += verify.not_on_host(
                 block, text, compiled.memory, solution.host_bytes, planned
             )
         return Attempt(solution, compiled, "; ".join(problems))
 
+    def attempt_least(self, solution: Solution) -> Attempt:
+        """The same as the compiler makes least of it, whatever the budget is."""
+        return self.attempt(solution, options=self.least_options if self._may_overlap else None)
+
     def least(self) -> Least:
         """What the smallest programs need."""
         kept: list[tuple[int, Solution | None]] = []
         if self.search.ruled.allows_written:
-            options = ({}, memory_schedules(self.target)[-1])
+            options = ({}, self.least_options)
             plain = [self.compile(None, options=o).memory.total_bytes for o in options]
             kept.append((min(plain), None))
         undone: list[tuple[int, str]] = []
@@ -281,4 +308,4 @@ class Compiler:
             if solution is None:
                 return
             tried.add(solution.key)
-            yield self.attempt(solution)
+            yield self.attempt_least(solution)

@@ -15,7 +15,7 @@ from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.tries import Outcome, Tries
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.compiling import is_schedule
 from jaxmem.units import format_bytes
 
 
@@ -67,7 +67,7 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     _check_names(compiler, offload)
     _check_segments(compiler, plan)
     hosted = _hosted(compiler, plan)
-    if plan.options and dict(plan.options) not in memory_schedules(compiler.target):
+    if plan.options and not is_schedule(compiler.target, dict(plan.options)):
         raise PlanMismatchError(
             f"the plan for {plan.function} sets compiler options that this jaxmem does not "
             f"use for {plan.target}: {dict(plan.options)}. Plan again."

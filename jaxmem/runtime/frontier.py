@@ -11,7 +11,7 @@ from jaxmem.planner.frontier import Frontier, Point, pareto, spaced, thinned
 from jaxmem.planner.search import Search
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Part, Report
-from jaxmem.targets.compiling import memory_schedules, usable_bytes
+from jaxmem.targets.compiling import usable_bytes
 
 POINTS = 14
 _AS_WRITTEN = "keep-all"
@@ -35,12 +35,12 @@ class _Curve:
         self.compiler, self.report = compiler, report
         self.search: Search = compiler.search
         self.fixed, self.scale = compiler.program.fixed_bytes, 1.0
-        if not compiler.program.is_counted:
-            # The simulator counts whole arrays, the compiler each device's part of them.
+        if compiler.program.sharded:
+            # As where a budget is planned for: the compiler says which parts devices have.
             report("compiling the step as written")
             memory = compiler.keep_all().memory
             self.fixed = memory.total_bytes - memory.temp_bytes
-            self.scale = memory.temp_bytes / max(1, self.search.keep_all.temp_bytes)
+            self.scale = compiler.scale
 
     def run(self, points: int, compile: bool) -> Frontier:
         search, program, target = self.search, self.compiler.program, self.compiler.target
@@ -107,7 +107,7 @@ class _Curve:
         self.report(f"compiling {point.solver}")
         compiler = self.compiler
         if solution is None:
-            ways = ({}, memory_schedules(compiler.target)[-1])
+            ways = ({}, compiler.least_options)
             sizes = [compiler.compile(None, options=o).memory.total_bytes for o in ways]
             return replace(point, compiled_bytes=min(sizes))
         attempt = compiler.attempt(solution)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import numbers
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+
+from jax.sharding import NamedSharding
 
 from jaxmem._before_jax import USABLE_SHARE
 from jaxmem.errors import ArgumentError, BudgetError
@@ -115,17 +118,30 @@ class OnHost:
 
     def __init__(self, compiler: Compiler, host_bytes: int | None):
         self.compiler, self.program, self.search = compiler, compiler.program, compiler.search
-        possible = self.search.can_offload and not self.program.sharded
+        possible = self.search.can_offload
         self.allowed = host_memory(compiler.target, host_bytes) if possible else 0
+
+    @functools.cached_property
+    def leaves(self) -> list[int]:
+        """The leaves that can wait there; over several devices those that are laid out over them.
+
+        Of the others it is not known on whose hosts they would wait.
+        """
+        program = self.program
+        return [
+            n
+            for n in hostable(program)
+            if not program.sharded or isinstance(program.shardings[n], NamedSharding)
+        ]
 
     def sets(self, budget_bytes: int) -> list[frozenset[int]]:
         """Growing sets of leaves to host, from the smallest that could be enough.
 
         Values alone come first where arguments and results fit on the device.
         """
-        program, leaves = self.program, hostable(self.program)
+        program, leaves = self.program, self.leaves
         first = len(program.consts)
-        away = itertools.accumulate(program.block.inputs[first + n].nbytes for n in leaves)
+        away = itertools.accumulate(program.input_bytes[first + n] for n in leaves)
         enough = [
             count
             for count, nbytes in enumerate(away, 1)

@@ -132,6 +132,7 @@ class _Choosing:
     ):
         self.trace, self.budget, self.report, self.plain = trace, budget_bytes, report, plain
         self.host_bytes, self.bench = host_bytes, bench
+        compiler.budget_bytes = budget_bytes
         self.target, self.check = compiler.target, compiler.check
         self.policy, self.deadline = compiler.policy, compiler.deadline
         self.options = {1: _Option(1, first, compiler)}
@@ -139,9 +140,9 @@ class _Choosing:
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
         keep_all = compiler.search.keep_all.temp_bytes
         self.written = max(plain.memory.temp_bytes, 1) / max(keep_all, 1)
-        # The simulator counts whole arrays, the compiler each device's part of them.
-        self.scale = 1.0 if compiler.program.is_counted else self.written
-        before = self.fixed + keep_all
+        # For any number of microbatches devices have the same parts of arrays.
+        self.scale = self.unscaled = compiler.scale
+        before = self.fixed + int(keep_all * self.unscaled)
         self.trialled: list[_Option] = []
         self.rounds = [self._round("keep-all, 1 microbatch", before, plain)]
 
@@ -157,6 +158,7 @@ class _Choosing:
             self.report(f"tracing the step with {count} microbatches")
             traced = self.trace(count)
             compiler = Compiler(traced.program, self.target, self.check, self.policy, self.deadline)
+            compiler.budget_bytes = self.budget
             self.options[count] = _Option(count, traced, compiler)
         return self.options[count]
 
@@ -182,7 +184,8 @@ class _Choosing:
                     attempt.problem,
                     solution.temp_bytes,
                 )
-            guess = self._round(option.name, self.fixed + predicted, compiled, problem)
+            before = self.fixed + int(predicted * self.unscaled)
+            guess = self._round(option.name, before, compiled, problem)
             if guess.fits and not problem:
                 return option, solution, guess if solution else None
             self.rounds.append(guess)
@@ -209,7 +212,8 @@ class _Choosing:
 
     def _trials(self, option: _Option) -> list[Round]:
         """The programs from which the order of operations was chosen."""
-        predicted = self.fixed + option.compiler.search.smallest().temp_bytes
+        smallest = option.compiler.search.smallest()
+        predicted = self.fixed + int(smallest.temp_bytes * self.unscaled)
         return [
             self._round(f"smallest with {option.name}", predicted, compiled)
             for _, compiled in option.compiler.trials

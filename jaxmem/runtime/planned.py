@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem.planner.fill import Solution
@@ -17,7 +17,7 @@ from jaxmem.program.ir import Block, has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.larger import larger
-from jaxmem.targets.compiling import Compiled, memory_schedules
+from jaxmem.targets.compiling import Compiled
 
 _AS_WRITTEN = "the step as written fits the budget"
 
@@ -103,7 +103,7 @@ def plan_of(
         notes=tuple(_notes(compiler, chosen, decisions, budget_bytes)),
         larger=larger(compiler, solution, decisions, compiled, rounds, budget_bytes),
         holders=describe.holders(program, search.nest, block, simulation),
-        options=tuple(sorted(_options(compiler, chosen).items())),
+        options=tuple(sorted(compiler.options_of(chosen.compiled).items())),
         policy="" if compiler.policy is None else compiler.policy.to_json(),
         mesh=program.mesh,
         split=program.split,
@@ -160,11 +160,3 @@ def _notes(
         )
     if compiler.mute:
         yield "its callbacks were left out of the program compiled for that"
-
-
-def _options(compiler: Compiler, chosen: Chosen) -> Mapping[str, str]:
-    """What a program was compiled with."""
-    if chosen.solution is not None:
-        return compiler.options
-    written = chosen.compiled is compiler.keep_all()
-    return {} if written else memory_schedules(compiler.target)[-1]

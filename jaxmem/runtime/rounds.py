@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -13,7 +13,7 @@ from jaxmem.planner.fill import Solution
 from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
-from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.compiler import Attempt, Compiler
 from jaxmem.runtime.host import OnHost
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
@@ -78,6 +78,7 @@ def fit(
     Raises:
         BudgetInfeasibleError: none was found.
     """
+    compiler.budget_bytes = budget_bytes
     run = _Rounds(compiler, budget_bytes, report)
     run.searches, run.start = min(searches, _MOST_SEARCHES), start
     run.host_bytes, run.spent, run.bench = host_bytes, spent, bench
@@ -227,7 +228,7 @@ class _Rounds(Tries):
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)
-        options = memory_schedules(self.compiler.target)[-1]
+        options = self.compiler.least_options
         if plain.memory.total_bytes > self.budget and options and not ruled_out:
             plain = self.compiler.compile(None, options=options)
             self.note("keep-all, scheduled for memory", predicted, predicted, plain)
@@ -306,7 +307,7 @@ class _Rounds(Tries):
         # Paper may say too much of it; an error would name this one.
         smallest = host.smallest()
         if smallest is not None and smallest.key not in self.tried and self.left() > 0:
-            self._attempt_with_host(smallest)
+            self._attempt_with_host(smallest, self.compiler.attempt_least)
 
     def _fewest_in_host_memory(self) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
@@ -337,18 +338,21 @@ class _Rounds(Tries):
         """Predicted temporaries that fit beside what is left with so many bytes away."""
         return int((self.budget - self.fixed + away) / self.scale * _AIM)
 
-    def _attempt_with_host(self, solution: Solution) -> None:
+    def _attempt_with_host(
+        self, solution: Solution, attempt: Callable[[Solution], Attempt] | None = None
+    ) -> None:
         self.announce(solution)
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
         limit = self.budget - self.fixed + hosted
-        self.record("with host memory", limit, self.compiler.attempt(solution))
+        attempt = attempt or self.compiler.attempt
+        self.record("with host memory", limit, attempt(solution))
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest program with as much as possible in host memory compiles to."""
         smallest = self.host.smallest() if self.host.allowed else None
         if smallest is None:
             return []
-        attempt = self.compiler.attempt(smallest)
+        attempt = self.compiler.attempt_least(smallest)
         return [] if attempt.problem else [(attempt.compiled.memory.total_bytes, smallest)]
 
     def _not_followed(self, used: int, predicted: int) -> bool:
