@@ -31,6 +31,7 @@ import optax
 
 import jaxmem  # before JAX starts its backend: it lets XLA pin more than 64 GB
 from benchmarks.headline import versions, what_failed
+from benchmarks.timing import as_predicted, compared
 from jaxmem.targets.compiling import compile_for
 
 TX = optax.adamw(1e-4)
@@ -159,13 +160,15 @@ def main() -> int:
         for way in WAYS:
             asked = {**sizes, "way": way, "budget": int(base * share)}
             row = {"way": way, "budget": asked["budget"], **measured(asked)}
+            row |= compared(row)
             result["rows"].append(row)
             if "error" in row:
                 print(f"{share:4.0%} {way:18s} {row['error'][:120]}", flush=True)
             else:
                 times = f"{row['predicted_seconds'] * 1e3:8.1f} {row['seconds'] * 1e3:8.1f} ms"
                 peak = (row["peak_bytes"] or 0) / row["budget"]
-                print(f"{share:4.0%} {way:18s} {times}, peak {peak:.3f} of the budget", flush=True)
+                peak = f"peak {peak:.3f} of the budget{as_predicted(row)}"
+                print(f"{share:4.0%} {way:18s} {times}, {peak}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -14,14 +14,18 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
 
 import jaxmem
+from benchmarks.timing import as_predicted, compared
 
 POLICIES = {
     "keep-all": None,
@@ -138,10 +142,11 @@ def row(name, run, compiled_bytes, options, **more):
     found = {"setting": name, "compiled_bytes": compiled_bytes, "seconds": seconds, "loss": loss}
     found |= more
     print(
-        f"{name:48s} {compiled_bytes / 2**30:8.3f} GiB {seconds * 1e3:9.2f} ms  loss {loss:.6f}",
+        f"{name:48s} {compiled_bytes / 2**30:8.3f} GiB {seconds * 1e3:9.2f} ms  loss {loss:.6f}"
+        f"{as_predicted(found)}",
         flush=True,
     )
-    return found
+    return found | compared(found)
 
 
 def parser():

@@ -28,6 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.timing import as_predicted
+
 HERE = Path(__file__).resolve().parent
 SHARES = (0.5, 0.3)
 ACTIVATION_BUDGETS = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -128,7 +130,8 @@ def shown(name: str, row: dict) -> str:
     for key in ("peak_bytes", "compiled_bytes", "limit"):
         if (value := row.get(key)) and value > 1:
             parts.append(f"{key.split('_')[0]} {value / 2**30:7.2f}")
-    parts.append(f"prepared in {row['prepare_seconds']:.0f} s, loss {row['losses'][-1]:.5f}")
+    loss = f"loss {row['losses'][-1]:.5f}"
+    parts.append(f"prepared in {row['prepare_seconds']:.0f} s, {loss}{as_predicted(row)}")
     return "  ".join(parts)
 
 

@@ -35,6 +35,7 @@ import jax
 import jaxmem
 from benchmarks.headline import versions
 from benchmarks.predicted import measured_target
+from benchmarks.timing import compared
 from benchmarks.workloads.base import JaxWorkload
 from jaxmem.planner.simulate import Simulator
 from jaxmem.runtime.compiler import rates_of
@@ -160,6 +161,8 @@ def main() -> int:
         }
         if on_gpu:
             row |= profiled(step, work, outcome.compiled.executable.as_text())
+            row["ms"] = sum(row["kernels_ms"].values())
+            row |= compared(row)
         else:
             row["instructions"] = len(instructions(outcome.compiled.executable.as_text()))
         result["rows"].append(row)

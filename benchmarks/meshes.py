@@ -31,8 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.timing import as_predicted
 
 ROWS = ("measure", "plain", "plain remat", "zero3", "tight", "zero1", "host")
 TIMED = ("plain", "plain remat", "zero3", "tight")
@@ -359,6 +361,7 @@ def shown(its: dict[str, Any]) -> str:
     return (
         f"budget {gib[0]} predicted {gib[1]} compiled {gib[2]} allocator {gib[3]} GiB, "
         f"{its['ms']:.1f} ms, losses {its['losses'][0]:.5f} .. {its['losses'][-1]:.5f}"
+        f"{as_predicted(its)}"
     )
 
 

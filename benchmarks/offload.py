@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from benchmarks.timing import compared
 from jaxmem import policies
 from jaxmem.runtime.profile import profiled
 
@@ -115,6 +116,7 @@ def measured(
         jax.block_until_ready(run(*args))
         taken.append((time.perf_counter() - started) * 1e3)
     row = {"name": name, "ms": statistics.median(taken), **memory}
+    row |= compared(row)
     if jax.default_backend() == "gpu":
         told = dataclasses.asdict(profiled(lambda: run(*args)))
         row |= {name.removesuffix("_seconds"): taken * 1e3 for name, taken in told.items()}

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import jaxmem
+from benchmarks.timing import compared
 
 SIZES = {"layers": 16, "width": 2048, "wide": 8192, "batch": 8, "length": 2048, "repeats": 9}
 RATE = 0.01
@@ -165,6 +166,7 @@ def main() -> int:
                 if on_gpu:
                     profile = fitted.profile(weights(options, place), x)[1]
                     row |= {"profile": str(profile), "exposed_ms": profile.exposed_seconds * 1e3}
+            row |= compared(row)
             rows.append(row)
             print(row, flush=True)
     result = {

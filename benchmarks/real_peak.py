@@ -17,6 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.timing import as_predicted
+
 SHARES = (1.0, 0.7, 0.5, 0.35)
 SIZES = ["--layers=12", "--width=1536", "--length=1024", "--batch=16"]
 
@@ -90,7 +94,7 @@ def main() -> int:
             print(
                 f"{row['layout']:9s} {share:4.0%} GiB: budget {shown[0]} predicted {shown[1]} "
                 f"compiled {shown[2]} allocator {shown[3]}  {row['seconds'] * 1e3:7.1f} ms  "
-                f"loss {row['loss']:.5f}",
+                f"loss {row['loss']:.5f}{as_predicted(row)}",
                 flush=True,
             )
     if given.json:

@@ -34,6 +34,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 import jaxmem  # before JAX starts its backend: it lets XLA pin more than 64 GB
+from benchmarks.timing import compared
 
 ADAM = optax.adam(1e-4)
 
@@ -222,6 +223,7 @@ def main() -> int:
                 "losses": losses,
                 "sum_of_parameters": total,
             }
+            row |= compared(row)
             rows.append(row)
             print(
                 {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True

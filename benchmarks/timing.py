@@ -1,11 +1,11 @@
-"""How steps of a training loop are timed, whatever they are made of."""
+"""How steps of a training loop are timed, whatever they are made of, beside predictions."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Steps before anything is timed; their losses are compared.
@@ -39,3 +39,17 @@ def timed(step: Callable[[], Any], wait: Callable[[], None], samples: int) -> tu
     inner = max(_FEW_STEPS, math.ceil(SAMPLE_SECONDS / few))
     seconds = [together(inner) for _ in range(samples)]
     return statistics.median(seconds), [float(loss) for loss in losses]
+
+
+def compared(row: Mapping[str, Any]) -> dict[str, float]:
+    """What was predicted of a row's time over what was measured; nothing where it lacks one."""
+    for unit in ("seconds", "ms"):
+        predicted, measured = row.get(f"predicted_{unit}"), row.get(unit)
+        if predicted and measured:
+            return {"predicted_over_measured": predicted / measured}
+    return {}
+
+
+def as_predicted(row: Mapping[str, Any]) -> str:
+    """That ratio as the end of a line, or nothing."""
+    return "".join(f", predicted {ratio:.3f} of it" for ratio in compared(row).values())

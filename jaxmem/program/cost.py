@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmem.errors import TargetError
 from jaxmem.program.collectives import Axes, Sent, sent, within
-from jaxmem.program.convolving import steps_beside, sums_over_places
+from jaxmem.program.convolving import SUMMED, steps_beside, sums_over_places
 from jaxmem.program.exchange import exchange
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
@@ -33,7 +33,8 @@ class Rates:
             their traffic to device memory only.
         convolving: FLOP/s of convolutions by dtype name, where it is not that of products. That of
             the gradients of their kernels is.
-        beside_seconds: what a convolution takes for each place and tap beside its products.
+        beside_seconds: what a convolution takes for each place and tap beside its products; the
+            gradient of its kernel takes ``SUMMED`` of that.
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
             is as fast as alone.
     """
@@ -57,10 +58,12 @@ class Rates:
 
         ``work`` is that of one of ``devices`` which share it.
         """
-        rate = self.flops.get(work.dtype) or self.flops["float32"]
-        if not sums_over_places(eqn):
+        rate, beside = self.flops.get(work.dtype) or self.flops["float32"], self.beside_seconds
+        if sums_over_places(eqn):
+            beside *= SUMMED
+        else:
             rate = self.convolving.get(work.dtype, rate)
-        arithmetic = work.flops / rate + steps_beside(eqn) / devices * self.beside_seconds
+        arithmetic = work.flops / rate + steps_beside(eqn) / devices * beside
         return max(arithmetic, work.nbytes / self.bytes_per_second)
 
     def link_seconds(self, transfer: Transfer, nbytes: int) -> float:

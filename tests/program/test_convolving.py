@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.program.convolving import steps_beside, sums_over_places
-from jaxmem.program.cost import Rates, block_seconds
+from jaxmem.program.cost import Rates, block_seconds, op_seconds
+from jaxmem.program.work import work_of
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
@@ -17,7 +18,7 @@ H200 = Rates(
     {"bfloat16": 735e12, "float32": 198e12},
     3.87e12,
     convolving={"float32": 367e12},
-    beside_seconds=13e-12,
+    beside_seconds=14.4e-12,
 )
 
 
@@ -58,6 +59,59 @@ def test_convolutions_take_what_they_took(channels, places, dtype, milliseconds)
     shapes = (places // 4, 2, 2, channels), (3, 3, channels, channels)
     block = program(conv, *[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]).block
     assert 0.85 < block_seconds(block, H200) * 1e3 / milliseconds < 1.2
+
+
+# Places, channels read and made, milliseconds forward and of the kernel's gradient, of profiles of
+# the same net.
+BOTH_WAYS = [
+    (512 * 512 * 256, 24, 24, 9.6, 8.34),
+    (512 * 512 * 256, 1, 24, 8.9, 7.16),
+]
+
+
+@pytest.mark.parametrize("places, taken, made, forward, backward", BOTH_WAYS)
+def test_the_gradient_of_a_kernel_takes_less_than_its_convolution(
+    places, taken, made, forward, backward
+):
+    def conv(x, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+
+    x = jax.ShapeDtypeStruct((places // 4, 2, 2, taken), "bfloat16")
+    kernel = jax.ShapeDtypeStruct((3, 3, taken, made), "bfloat16")
+    y = jax.eval_shape(conv, x, kernel)
+    seconds = [
+        op_seconds(op, H200) * 1e3
+        for op in program(
+            lambda x, kernel, y: (conv(x, kernel), jax.vjp(lambda k: conv(x, k), kernel)[1](y)),
+            *(x, kernel, y),
+        ).block.ops
+        if op.name == "conv_general_dilated"
+    ]
+    first, *_, gradient = seconds
+    assert first == pytest.approx(forward, rel=0.03)
+    assert gradient == pytest.approx(backward, rel=0.03)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("channels", [1, 8, 24, 48, 192])
+def test_a_convolution_takes_no_less_than_its_bytes_and_more_places_take_longer(channels, summed):
+    def conv(x, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+
+    def taken(places):
+        x, kernel = jnp.ones((places, 8, 8, channels)), jnp.ones((3, 3, channels, channels))
+        differentiated = jax.grad(lambda k: conv(x, k).sum())
+        (*_, eqn) = equations(differentiated, kernel) if summed else equations(conv, x, kernel)
+        assert sums_over_places(eqn) == summed
+        work = work_of(eqn)
+        seconds = H200.convolution_seconds(eqn, work)
+        assert seconds >= work.nbytes / H200.bytes_per_second
+        assert seconds >= work.flops / max(H200.flops["float32"], H200.convolving["float32"])
+        return seconds
+
+    assert taken(1) < taken(2) < taken(8)
 
 
 def test_places_and_taps_are_counted_once_whatever_the_gradient():
@@ -133,5 +187,5 @@ def test_a_target_of_one_dtype_alone_has_rates():
     assert rates_of(target).convolving == {}
     measured = Target("h200", flops={"bfloat16": 735e12, "float32": 198e12})
     assert rates_of(measured).convolving["float32"] == pytest.approx(367e12, rel=0.01)
-    assert rates_of(measured).beside_seconds == pytest.approx(13e-12)
+    assert rates_of(measured).beside_seconds == pytest.approx(14.4e-12)
     assert rates_of(Target("cpu")).beside_seconds == 0
