@@ -53,6 +53,16 @@ def opened(browser, path: Path, **settings) -> Iterator:
     context.close()
 
 
+def rows(page) -> list[list[str]]:
+    """The text of each cell of each row that is made."""
+    found = page.locator(".space [role=row]").all()
+    return [row.locator("[role=gridcell]").all_inner_texts() for row in found]
+
+
+def names(page) -> list[str]:
+    return [cells[4] for cells in rows(page)]
+
+
 def consistent(buffers: tuple[Buffer, ...], operations: int = OPERATIONS, **changes):
     """A report of which the timeline is what the buffers add up to."""
     steps = [0] * (operations + 1)
