@@ -253,7 +253,7 @@ def test_a_fit_that_runs_out_of_time_gives_what_fits_and_says_so(limit: float):
 def test_progress_tells_which_way_is_planned():
     said: list[str] = []
     choice(outcome(2.0), [outcome(3.0)] * 3, report=said.append)
-    assert [message.split(" on")[0] for message in said] == [
+    assert [message.split(" on the host")[0] for message in said] == [
         "way 1 of 4, one program: compiling",
         "way 2 of 4, half of what only updates read",
         "way 3 of 4, what only updates read",
