@@ -18,6 +18,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+import jax
+
 # XLA reads all of a file for each program, and the kernels of one net of a few thousand operations
 # are 1 MB: a larger file is of other programs.
 _MOST_BYTES = 64 * 2**20
@@ -29,9 +31,14 @@ def kernels_of(model: str) -> dict[str, str]:
     XLA does not lock the file, so that two programs at once must not share one: each thread has its
     own. Nor does it know of which GPU a kernel is: each model has its own, too.
 
+    None with JAX's own cache on disk: its keys have all options in them, and a file's name would
+    make each of them one that no other process asks for.
+
     >>> list(kernels_of("h200"))
     ['xla_gpu_kernel_cache_file']
     """
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return {}
     folder = _folder(os.getpid())
     folder.mkdir(exist_ok=True)  # Old files are swept out of such places while a process runs.
     path = folder / f"{model}-{threading.get_ident()}"

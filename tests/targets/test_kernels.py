@@ -99,3 +99,13 @@ def test_nothing_is_left_when_the_process_ends():
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
     assert not Path(ran.stdout.strip()).exists()
+
+
+def test_programs_that_jax_keeps_on_disk_have_the_same_options_in_each_process(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert kernels.kernels_of("h200") == {}
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert kernels.kernels_of("h200")
