@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxmem
 
-WIDTH, LAYERS, ROWS = 1024, 3, 8192
+WIDTH, LAYERS, ROWS = 1024, 4, 8192
 # Slow arithmetic: what is made again costs more than a copy.
 SLOW = {"float32": 1e12, "bfloat16": 1e12}
 TX = optax.adam(1e-3)
@@ -95,12 +95,13 @@ def test_the_compiler_is_told_of_a_budget_and_puts_less_beside_collectives():
         run = fitted(budget=budget, host_budget=0, **settings)
         plan = run.plan(*shapes())
         again = fitted(budget=budget, plan=plan, **settings).plan(*shapes())
-    assert plan.solver == "keep-all", "nothing has to be made again for that"
     assert [name for name, _ in plan.options] == ["xla_gpu_memory_limit_slop_factor"]
     assert plan.compiled_bytes == again.compiled_bytes <= budget
-    # In its own order the program takes what was predicted; overlapped it takes more.
-    assert 0.95 < plan.predicted_bytes / plan.compiled_bytes < 1.05
-    assert written.compiled_bytes > 1.05 * plan.compiled_bytes
+    overlapped, in_order = plan.rounds[:2]
+    assert overlapped.compiled_bytes == written.compiled_bytes > 1.05 * in_order.compiled_bytes
+    # In its own order the program takes about what was predicted for both.
+    assert overlapped.predicted_bytes == in_order.predicted_bytes
+    assert 0.95 < in_order.predicted_bytes / in_order.compiled_bytes < 1.05
 
 
 def test_a_compiled_report_has_each_buffer_of_asynchronous_collectives_by_itself():
