@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, its commands answer, and its links and names exist."""
+"""The Python of README and docs/ runs as it stands, commands answer, links and names exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from jaxmem.fitted import FittedStep
 from jaxmem.targets import table
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
+TEXTS = {path: path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
+TEXT = "\n".join(TEXTS.values())
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -37,14 +38,14 @@ class Section(NamedTuple):
         return [body for found, body in FENCE.findall(self.text) if found == language]
 
 
-def sections() -> list[Section]:
-    prose = FENCE.sub(lambda block: re.sub(r"^#", " ", block[0], flags=re.MULTILINE), TEXT)
+def sections(whole: str) -> list[Section]:
+    prose = FENCE.sub(lambda block: re.sub(r"^#", " ", block[0], flags=re.MULTILINE), whole)
     starts = [m.start() for m in re.finditer(r"^#{1,3} ", prose, re.MULTILINE)]
-    texts = [TEXT[a:b] for a, b in zip(starts, [*starts[1:], len(TEXT)], strict=True)]
+    texts = [whole[a:b] for a, b in zip(starts, [*starts[1:], len(whole)], strict=True)]
     return [Section(text.splitlines()[0].lstrip("# "), text) for text in texts]
 
 
-SECTIONS = {section.title: section for section in sections()}
+SECTIONS = {s.title: s for text in TEXTS.values() for s in sections(text)}
 WITH_PYTHON = {title for title, section in SECTIONS.items() if section.blocks("python")}
 OWN_TEST = {
     "jaxmem",
@@ -240,8 +241,22 @@ def test_every_name_and_make_target_and_file_exists():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([a-z-]+)", TEXT):
         assert f"\n{target}:" in makefile, target
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
-        assert (ROOT / link).exists(), link
+    for path, text in TEXTS.items():
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+            file, _, anchor = link.partition("#")
+            target = path.parent / file if file else path
+            assert target.exists(), (path.name, link)
+            assert not anchor or anchor in anchors(target.read_text()), (path.name, link)
+
+
+def anchors(text: str) -> set[str]:
+    titles = (section.title.lower() for section in sections(text))
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles}
+
+
+def test_titles_are_told_apart():
+    titles = [s.title for text in TEXTS.values() for s in sections(text)]
+    assert len(titles) == len(set(titles)), titles
 
 
 def test_every_target_is_listed():
