@@ -266,9 +266,6 @@ def test_numbers_of_numpy_and_jax_are_numbers(tmp_path):
     jaxmem.save(tmp_path, {"w": jnp.zeros(3)}, step=jnp.int32(1), keep=np.int64(2))
     jaxmem.save(tmp_path, {"w": jnp.ones(3)}, step=np.int64(2), keep=2)
     assert jaxmem.restore(tmp_path, {"w": jnp.ones(3)}, step=np.int32(1))["w"][0] == 0
-    for step in ("1", 1.0, True):
-        with pytest.raises(CheckpointError, match="give the number of a checkpoint"):
-            jaxmem.restore(tmp_path, {"w": jnp.ones(3)}, step=step)
 
 
 def test_a_directory_that_holds_none_says_why(tmp_path):
