@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem.errors import TargetError
 from jaxmem.targets import Target, compile_for, compiling
+from jaxmem.targets.kernels import kernels_of
 from tests.fitted_steps import optimising_less
 from tests.problems import PROBLEMS, pure
 
@@ -144,8 +145,10 @@ def test_compiler_options_reach_this_program_only_and_disabled_passes_add_up():
     assert options == {
         "xla_disable_hlo_passes": "dce,rematerialization",
         "xla_gpu_autotune_level": 1,
+        **kernels_of("h200"),
     }
-    assert compiling._options(Target("h200"), False, {}, True) == {"xla_gpu_autotune_level": 0}
+    found = compiling._options(Target("h200"), False, {}, True)
+    assert found == {"xla_gpu_autotune_level": 0, **kernels_of("h200")}
     assert compiling._options(Target("cpu"), True, {}, False) == {}
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compile_for("cpu", lambda x: x, [MATRIX], options={"xla_no_such_option": 1})
