@@ -27,6 +27,7 @@ from jaxmem.program import nnx
 from jaxmem.program.call import Call, differ_only_in_memory
 from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import Auto, standing_for
+from jaxmem.runtime import finite
 from jaxmem.runtime.analysis import report_on
 from jaxmem.runtime.bound import BoundStep, refuse_settings
 from jaxmem.runtime.options import as_python
@@ -93,12 +94,7 @@ class FittedStep(Displayed):
         except Exception as error:
             found = _compat.not_finite(error)
             if found:
-                name = self._caller.name
-                raise FloatingPointError(
-                    f"invalid value ({found}) encountered in the results of {name}. "
-                    f"jax.jit({name}.__wrapped__) says which operation it comes from, given the "
-                    "same arguments, as long as they were not donated."
-                ) from error
+                raise finite.found_in(found, self._caller.name) from error
             failed = out_of_memory(error, functools.partial(self._told, args, kwargs))
             if failed is None:
                 raise

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem.targets import Target, compile_for, topology
 from jaxmem.units import KIB
 
 X = jnp.ones((64, 64))
@@ -58,7 +59,7 @@ def test_a_dataclass_that_is_no_pytree_says_how_it_becomes_one():
     ("flag", "result", "message"),
     [
         ("jax_debug_nans", lambda x: jnp.log(x - 2), r"invalid value \(nan\) .* of <lambda>"),
-        ("jax_debug_infs", lambda x: 1 / (x - x), r"invalid value \(inf\) .* of <lambda>"),
+        ("jax_debug_infs", lambda x: 1 / (x - 1), r"invalid value \(inf\) .* of <lambda>"),
     ],
 )
 def test_what_debugging_finds_is_the_error_that_jit_has(flag: str, result, message: str):
@@ -69,8 +70,25 @@ def test_what_debugging_finds_is_the_error_that_jit_has(flag: str, result, messa
         for _ in range(2):
             with pytest.raises(FloatingPointError, match=message):
                 found(X)
+        found(X + 2)
     finally:
         jax.config.update(flag, False)
+
+
+def test_debugging_looks_at_results_however_the_program_was_called_before():
+    """Once JAX has compiled for another backend, its own look is at first calls only."""
+
+    def step(x):
+        return {"low": jnp.log(x - 2).astype(jnp.bfloat16), "key": jax.random.key(0), "n": 1}
+
+    with topology.tracing_for(Target("h200")):
+        compile_for("h200", lambda x: jnp.log(x), [SHAPE])
+    found = jaxmem.fit(step, progress=False)
+    for _ in range(3):
+        found(X + 2)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) .* of step"):
+        found(X)
+    assert jnp.isnan(found(X)["low"]).all()
 
 
 def test_an_abstract_argument_can_be_planned_on_and_not_run():

@@ -22,7 +22,7 @@ from jaxmem.program.call import Call
 from jaxmem.program.calling import Traced
 from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime import guard, verify
+from jaxmem.runtime import finite, guard, verify
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import compile_for, memory_schedules
 from jaxmem.targets.target import Target
@@ -85,9 +85,8 @@ class Step:
             ).executable
         else:
             guard.check(outcome.block, outcome.compiled.target)
-        if stream is None:
-            return cls(traced, outcome, lambda ready: executable(*ready))
-        return cls(traced, outcome, stream)
+        local = stream or (lambda ready: executable(*ready))
+        return cls(traced, outcome, finite.checked(local, traced.program.name))
 
     def __call__(self, call: Call) -> Ran:
         """Run one step.
