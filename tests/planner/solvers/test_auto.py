@@ -14,6 +14,8 @@ from jaxmem.planner.solvers.answer import Limits
 from tests.planner.solvers.dags import dag
 from tests.planner.solvers.test_chain import heterogeneous, homogeneous
 
+pytestmark = pytest.mark.wide  # Arithmetic of ours: no version of JAX changes it.
+
 SOLVERS = ("auto", "milp", "chain", "local")
 
 

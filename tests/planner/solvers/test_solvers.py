@@ -16,6 +16,8 @@ from jaxmem.planner.solvers import auto, local, milp
 from jaxmem.planner.solvers.answer import Answer, Limits
 from tests.planner.solvers.dags import Dag, all_runs, best_seconds, budgets, dag
 
+pytestmark = pytest.mark.wide  # Arithmetic of ours: no version of JAX changes it.
+
 PLENTY = 10**9
 # What HiGHS may leave open, and more for the sums.
 EXACT = 1e-5
