@@ -124,6 +124,7 @@ def test_a_plan(capsys):
     assert planned["limit"] == {"name": "budget", "bytes": told["budget_bytes"]}
 
 
+@pytest.mark.wide
 def test_a_frontier(capsys):
     told, files = written(capsys, "frontier")
     assert json.loads(files[".json"]) == told
@@ -144,6 +145,7 @@ def test_a_benchmark(capsys):
     ] == [(p["name"], p["compiled_bytes"], p["median_seconds"]) for p in told["programs"]]
 
 
+@pytest.mark.wide
 def test_a_difference(capsys):
     assert cli.main(["plan", "real:entry", "--budget", "760KiB", "-o", "old.json"]) == 0
     old = json.loads(Path("old.json").read_text())

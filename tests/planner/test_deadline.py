@@ -33,7 +33,7 @@ class AfterQuestions(Deadline):
         return math.inf if self.most >= 0 else 0.0
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer_scan"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer_scan", marks=pytest.mark.wide)])
 def test_whenever_it_ends_the_answer_fits_and_no_simple_one_is_faster(name: str):
     step = pure(PROBLEMS[name])
     traced = program(step.function, *step.args)

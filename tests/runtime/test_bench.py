@@ -117,6 +117,7 @@ def budget() -> int:
     return int(0.8 * jaxmem.analyze(momentum, *arguments(), donate_argnums=0).compiled_bytes)
 
 
+@pytest.mark.wide
 def test_real_runs_choose_the_least_and_consume_nothing():
     fitted = jaxmem.fit(momentum, budget=budget(), donate_argnums=0, measure=True, progress=False)
     state, *rest = arguments()
@@ -140,6 +141,7 @@ def test_the_first_call_times_on_copies():
     assert plan.rounds[0].measured_seconds is not None, "the step as written is timed, too"
 
 
+@pytest.mark.wide
 def test_shapes_are_timed_on_zeros_and_the_call_uses_that_plan():
     said: list[str] = []
     fitted = jaxmem.fit(

@@ -51,11 +51,11 @@ def test_a_timeout_is_a_positive_number(tmp_path, timeout):
     "lost, signal, when",
     [
         (1, "SIGKILL", "before"),
-        (1, "SIGSTOP", "before"),
+        pytest.param(1, "SIGSTOP", "before", marks=pytest.mark.wide),
         (1, "SIGKILL", "writing"),
-        (1, "SIGSTOP", "restoring"),
+        pytest.param(1, "SIGSTOP", "restoring", marks=pytest.mark.wide),
         (0, "SIGSTOP", "before"),
-        (0, "SIGKILL", "before"),
+        pytest.param(0, "SIGKILL", "before", marks=pytest.mark.wide),
     ],
 )
 def test_a_lost_process_is_named_and_the_checkpoint_before_it_is_there(
