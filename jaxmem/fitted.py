@@ -91,7 +91,7 @@ class FittedStep(Displayed):
         """
         try:
             return self._run(args, kwargs)
-        except Exception as error:
+        except Exception as error:  # Told of two kinds; any other goes on as it is.
             found = _compat.not_finite(error)
             if found:
                 raise finite.found_in(found, self._caller.name) from error

@@ -341,7 +341,7 @@ def _answer(ask: Callable[[], Any], timeout: float) -> Any:
     def asking() -> None:
         try:
             answers.append((ask(), None))
-        except Exception as error:
+        except Exception as error:  # Raised by who asked, below.
             answers.append((None, error))
 
     thread = threading.Thread(target=asking, daemon=True, name="jaxmem_asks")

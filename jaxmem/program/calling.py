@@ -233,11 +233,7 @@ class Caller:
             return arrays
 
         device = leaves.default_device()
-        if call.layouts:
-            pairs = zip(call.leaves, call.layouts, strict=True)
-            avals = [leaves.laid_out(leaf, layout) for leaf, layout in pairs]
-        else:
-            avals = [leaves.abstract(leaf) for leaf in call.leaves]
+        avals = _avals(call)
         try:
             with standing_for(microbatches, planned=planned) as choice:
                 traced = jax.jit(flat).trace(*avals)
@@ -288,6 +284,14 @@ def _in_objects(call: Call) -> dict[str, int]:
         path for path, n in jax.tree_util.tree_flatten_with_path(pure)[0] if n not in call.fixed
     ]
     return {jax.tree_util.keystr(path[1:]): n for n, path in enumerate(paths)}
+
+
+def _avals(call: Call) -> list[Any]:
+    """The types of a call's arguments, laid out as the step wants them."""
+    if not call.layouts:
+        return [leaves.abstract(leaf) for leaf in call.leaves]
+    pairs = zip(call.leaves, call.layouts, strict=True)
+    return [leaves.laid_out(leaf, layout) for leaf, layout in pairs]
 
 
 def _rebuild(

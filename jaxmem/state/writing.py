@@ -192,7 +192,7 @@ class Directory:
         """Says what failed; the next one to save here begins anew."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # Raised to whoever waits for this checkpoint.
             forget(self)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()

@@ -36,9 +36,8 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
-def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds 512 KiB and tracks itself until it is told to end."""
+def tracking(cache: Path) -> subprocess.Popen[str]:
+    """A process that tracks itself by now."""
     process = subprocess.Popen(
         [sys.executable, "-c", TRACKED],
         env=environment(cache),
@@ -46,8 +45,14 @@ def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin and process.stdout
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture(scope="module")
+def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds 512 KiB and tracks itself until it is told to end."""
+    process = tracking(cache)
     yield process
     process.communicate(timeout=60)
     assert process.returncode == 0
@@ -144,14 +149,7 @@ def test_a_terminal_that_cannot_draw_over_gets_one_look(cache, live):
 
 
 def test_it_ends_with_the_process(cache):
-    process = subprocess.Popen(
-        [sys.executable, "-c", TRACKED],
-        env=environment(cache),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
+    process = tracking(cache)
     pid = process.pid
     assert top(cache, str(pid), "--json").returncode == 0
     process.communicate(timeout=60)

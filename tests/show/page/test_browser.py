@@ -9,7 +9,6 @@ from jaxmem.show.rows import clean
 from jaxmem.units import format_bytes, format_seconds
 from tests.show.page.browsing import (
     OPERATIONS,
-    chromium,
     layered,
     names,
     opened,
@@ -20,12 +19,6 @@ from tests.show.samples import GIB, HOSTILE, frontier, plan
 
 # What the script does is the same on every Python.
 pytestmark = [pytest.mark.browser, pytest.mark.wide]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxmem.units import format_bytes
-from tests.show.page.browsing import chromium, consistent, names, opened, rows
+from tests.show.page.browsing import consistent, names, opened, rows
 from tests.show.samples import buffer
 
 # What the script does is the same on every Python.
 pytestmark = [pytest.mark.browser, pytest.mark.wide]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
