@@ -102,8 +102,10 @@ def one_row(asked: dict[str, Any]) -> dict[str, Any]:
         donate_argnums=0,
         progress=False,
     )
+    started = time.perf_counter()
     plan = run.plan(state, x)
     found = {
+        "planning_seconds": time.perf_counter() - started,
         "predicted_seconds": plan.predicted_seconds,
         "compiled_bytes": plan.compiled_bytes,
         "host_bytes": plan.host_bytes,
@@ -126,17 +128,18 @@ def one_row(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measured(asked: dict[str, Any]) -> dict[str, Any]:
+def measured(asked: dict[str, Any], limit: float) -> dict[str, Any]:
     """One row, from a process of its own; what it said last where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
-        done = subprocess.run(
-            [sys.executable, __file__, "--row", json.dumps(asked), str(out)],
-            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, __file__, "--row", json.dumps(asked), str(out)]
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {limit:g} s"}
         if done.returncode:
             return {"error": what_failed(done.stderr)}
         return json.loads(out.read_text())
@@ -151,15 +154,17 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--share", type=float, nargs="+", default=[0.6, 0.4])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a row")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("width", "layers", "tokens")}
-    base = measured({**sizes, "way": None})["compiled_bytes"]
+    base = measured({**sizes, "way": None}, options.limit)["compiled_bytes"]
     result: dict[str, Any] = {**sizes, "versions": versions(), "as_written": base, "rows": []}
     for share in options.share:
-        for way in WAYS:
+        for way in options.ways:
             asked = {**sizes, "way": way, "budget": int(base * share)}
-            row = {"way": way, "budget": asked["budget"], **measured(asked)}
+            row = {"way": way, "budget": asked["budget"], **measured(asked, options.limit)}
             row |= compared(row)
             result["rows"].append(row)
             if "error" in row:

@@ -162,8 +162,31 @@ def automatic() -> None:
             raise AssertionError(given)
 
 
+def split_as_compiled() -> None:
+    """Values are split on paper as they are in the compiled program, where that has two ways.
+
+    Shardy alone splits what layers hand on as the optimizer's state is split; XLA by the batch.
+    """
+    one = PROBLEMS["transformer_unrolled"]
+    function, args = one.make()
+    batch = jax.tree.leaves(args[-1])[0].shape[0]
+    for rule in ("zero1", "zero3"):
+        fitted = fit(function, mesh=mesh(), shard=rule, donate_argnums=one.donate)
+        outcome = fitted._planned(args, {})[1]
+        text = outcome.compiled.hlo_text()
+        # Weights and gradients meet in collectives, and nothing that is made of the batch.
+        exchanged = re.findall(r"= (.*?) (?:all-gather|all-to-all)(?:-start)?\(", text)
+        assert not any(f"[{batch}," in shapes for shapes in exchanged), exchanged
+        made = [v for op in outcome.block.ops for v in op.outputs if v.layout is not None]
+        rows = [v for v in made if len(v.aval.shape) == 3 and v.aval.shape[0] == batch]
+        whole = sum(v.nbytes for v in rows)
+        assert whole > 2**20
+        assert sum(v.nbytes for v in rows if v.layout.parts == (8, 1, 1)) > 0.95 * whole, rule
+
+
 CHECKS = {
     "bytes on paper": bytes_on_paper,
+    "split as compiled": split_as_compiled,
     "collectives once": collectives_once,
     "gathered again": gathered_again,
     "one scale": one_scale,

@@ -60,7 +60,7 @@ def first_state():
     return {"params": params, "opt_state": TX.init(params)}
 
 
-X = np.asarray(jax.random.normal(jax.random.key(1), (512, WIDTH)))
+X = np.random.default_rng(1).standard_normal((512, WIDTH)).astype(np.float32)
 
 
 def fit(function, **options) -> Any:

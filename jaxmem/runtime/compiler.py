@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
-from jaxmem.planner.simulate import Simulator
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
 from jaxmem.program.gathering import with_gathered
@@ -69,8 +68,6 @@ def _beside(target: Target) -> float:
 # Where the compiler's temporaries are so many times those on paper, or as much less, it splits
 # arrays otherwise: order alone makes 1.4 times of a tensor-parallel step as written.
 _OTHER_PARTS = 1.6
-# Two ways to split arrays that differ by less are as good as each other.
-_SAME_PARTS = 1.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +118,7 @@ class Compiler:
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
-        lay_out(self.program, self.target, self._nearest)
+        lay_out(self.program, self.target, self._text_as_written)
         self.program = with_gathered(self.program)
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
@@ -130,28 +127,14 @@ class Compiler:
         )
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
-    def _nearest(self, ways: Sequence[Callable[[], None]]) -> int:
-        """Which way to lay out values says what the compiler says of the step as written."""
-        simulated = []
-        for lay in ways:
-            lay()
-            block = with_gathered(self.program).block
-            simulated.append(max(1, Simulator(rates_of(self.target)).step(block).temp_bytes))
-        least, most = min(simulated), max(simulated)
-        if most <= _SAME_PARTS * least:
-            return 0
-        told = max(1, self._compiled_as_written().memory.temp_bytes)
-        off = [abs(math.log(told / each)) for each in simulated]
-        return off.index(min(off))
-
-    def _compiled_as_written(self) -> Compiled:
+    def _text_as_written(self) -> str:
         return compile_for(
             self.target,
             as_function(compilable(self.program.block, self.target)),
             self.program.avals(),
             donate=self.program.donated,
             out_shardings=self.program.out_shardings(),
-        )
+        ).hlo_text()
 
     @property
     def compiles(self) -> int:

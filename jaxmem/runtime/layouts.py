@@ -9,7 +9,6 @@ from the first iteration to the last.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from jaxmem.program.layout import Axis, Layout
 from jaxmem.program.making import is_laid_out
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable
+from jaxmem.runtime.partitioned import chosen
 from jaxmem.targets.compiling import lower_for
 from jaxmem.targets.target import Target
 
@@ -34,9 +34,7 @@ _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
 
-def lay_out(
-    program: Program, target: Target, nearest: Callable[[Sequence[Callable[[], None]]], int]
-) -> None:
+def lay_out(program: Program, target: Target, compiled_text: Callable[[], str]) -> None:
     """Tell every value of a step over several devices how it is split.
 
     Nothing happens where that is known already, where no argument is split, and where Shardy is off
@@ -45,8 +43,8 @@ def lay_out(
     Args:
         program: the step; its values are changed.
         target: what it is compiled for.
-        nearest: of several ways to lay the values out, each of which it may call, the number of
-            that which is nearest to what the compiler says.
+        compiled_text: of the step as written, compiled for the target; asked for where there are
+            several ways to lay values out.
     """
     if program.is_counted:
         return
@@ -76,20 +74,13 @@ def lay_out(
         pairs = zip(wanted, said[len(pinned) :], strict=True)
         found.append([_layout(split, meshes, len(v.aval.shape)) for v, split in pairs])
 
-    def lay(layouts: Sequence[Layout]) -> None:
-        for value, layout in zip(wanted, layouts, strict=True):
-            value.lay_out(layout)
-        for copy, value in flat.copies:
-            value.lay_out(copy.layout)
-
-    # XLA's own order of things is not always the same as either.
-    ways = [functools.partial(lay, layouts) for layouts in found]
-    sizes = [_bytes(wanted, layouts) for layouts in found]
-    ways[nearest(ways) if len({*sizes}) > 1 else 0]()
-
-
-def _bytes(values: Sequence[Value], layouts: Sequence[Layout]) -> int:
-    return sum(how.part_bytes(v.aval) for v, how in zip(values, layouts, strict=True))
+    # XLA's own order of things is not always the same as either, and may be some of each.
+    same = all(layouts == found[0] for layouts in found)
+    layouts = found[0] if same else chosen(wanted, found, compiled_text())
+    for value, layout in zip(wanted, layouts, strict=True):
+        value.lay_out(layout)
+    for copy, value in flat.copies:
+        value.lay_out(copy.layout)
 
 
 def _give_arguments(program: Program) -> None:
