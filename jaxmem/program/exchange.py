@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmem.program.collectives import Sent, gathering, reducing, scattering
-from jaxmem.program.ir import Atom, Op, Value, aval_bytes
+from jaxmem.program.ir import Atom, Block, Op, Value, aval_bytes
 from jaxmem.program.layout import Axis, Layout, size_of
 
 _REDUCTIONS = frozenset(
@@ -69,6 +69,14 @@ def exchange(op: Op) -> Exchange:
     plain = Exchange(_devices(op), part / whole if whole else 1.0)
     dimensions = _dimensions(op)
     return plain if not dimensions else _exchanged(op, dimensions, plain)
+
+
+def sent_bytes(block: Block) -> float:
+    """What each device sends for a block, in all iterations of its loops."""
+    return sum(
+        exchange(op).sent.nbytes if op.loop is None else op.loop.length * sent_bytes(op.loop.body)
+        for op in block.ops
+    )
 
 
 def _devices(op: Op) -> int:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from jax.sharding import NamedSharding
 
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
+from jaxmem.planner.simulate import Simulator
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
+from jaxmem.program.exchange import sent_bytes
 from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
 from jaxmem.runtime.layouts import lay_out
+from jaxmem.runtime.partitioned import exchanged_bytes
 from jaxmem.targets import table
 from jaxmem.targets.compiling import (
     Compiled,
@@ -118,7 +123,7 @@ class Compiler:
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
     def __post_init__(self):
-        lay_out(self.program, self.target, self._text_as_written)
+        lay_out(self.program, self.target, self._nearest)
         self.program = with_gathered(self.program)
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
@@ -127,14 +132,32 @@ class Compiler:
         )
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
-    def _text_as_written(self) -> str:
+    def _nearest(self, ways: Sequence[Callable[[], None]]) -> int:
+        """Which way to lay out values says what the compiler says of the step as written.
+
+        Bytes do where the ways differ in them by more than order does, and otherwise what devices
+        send: half of an array is half in every direction, but other collectives go with it.
+        """
+        taken, sent = [], []
+        for lay in ways:
+            lay()
+            block = with_gathered(self.program).block
+            taken.append(Simulator(rates_of(self.target)).step(block).temp_bytes)
+            sent.append(sent_bytes(self.program.block))
+        written = self._compiled_as_written()
+        if max(taken) > _OTHER_PARTS * max(1, min(taken)):
+            return nearest(taken, written.memory.temp_bytes)
+        devices = [s.mesh.size for s in self.program.shardings if isinstance(s, NamedSharding)]
+        return nearest(sent, exchanged_bytes(written.hlo_text(), max(devices)))
+
+    def _compiled_as_written(self) -> Compiled:
         return compile_for(
             self.target,
             as_function(compilable(self.program.block, self.target)),
             self.program.avals(),
             donate=self.program.donated,
             out_shardings=self.program.out_shardings(),
-        ).hlo_text()
+        )
 
     @property
     def compiles(self) -> int:
@@ -292,3 +315,13 @@ class Compiler:
                 return
             tried.add(solution.key)
             yield self.attempt_least(solution)
+
+
+def nearest(counted: Sequence[float], told: float) -> int:
+    """The number of the count that is nearest to what is told, by their ratio; the first of equals.
+
+    >>> nearest([100, 2500, 1e6], 2000)
+    1
+    """
+    off = [abs(math.log(max(1.0, each) / max(1.0, told))) for each in counted]
+    return off.index(min(off))

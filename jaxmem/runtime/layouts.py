@@ -9,6 +9,7 @@ from the first iteration to the last.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from jaxmem.program.layout import Axis, Layout
 from jaxmem.program.making import is_laid_out
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable
-from jaxmem.runtime.partitioned import chosen
 from jaxmem.targets.compiling import lower_for
 from jaxmem.targets.target import Target
 
@@ -34,7 +34,9 @@ _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
 
-def lay_out(program: Program, target: Target, compiled_text: Callable[[], str]) -> None:
+def lay_out(
+    program: Program, target: Target, nearest: Callable[[Sequence[Callable[[], None]]], int]
+) -> None:
     """Tell every value of a step over several devices how it is split.
 
     Nothing happens where that is known already, where no argument is split, and where Shardy is off
@@ -43,12 +45,12 @@ def lay_out(program: Program, target: Target, compiled_text: Callable[[], str]) 
     Args:
         program: the step; its values are changed.
         target: what it is compiled for.
-        compiled_text: of the step as written, compiled for the target; asked for where there are
-            several ways to lay values out.
+        nearest: of several ways to lay the values out, each of which it may call, the number of
+            that which is nearest to what the compiler says.
     """
     if program.is_counted:
         return
-    values = list(_values(program.block))
+    values = [value for op in _operations(program.block) for value in op.outputs]
     if any(map(_is_typed, (*program.block.inputs, *values))):
         for value in (*_inputs(program.block), *values):
             value.lay_out(_typed(value))
@@ -74,13 +76,16 @@ def lay_out(program: Program, target: Target, compiled_text: Callable[[], str]) 
         pairs = zip(wanted, said[len(pinned) :], strict=True)
         found.append([_layout(split, meshes, len(v.aval.shape)) for v, split in pairs])
 
-    # XLA's own order of things is not always the same as either, and may be some of each.
-    same = all(layouts == found[0] for layouts in found)
-    layouts = found[0] if same else chosen(wanted, found, compiled_text())
-    for value, layout in zip(wanted, layouts, strict=True):
-        value.lay_out(layout)
-    for copy, value in flat.copies:
-        value.lay_out(copy.layout)
+    def lay(layouts: Sequence[Layout]) -> None:
+        for value, layout in zip(wanted, layouts, strict=True):
+            value.lay_out(layout)
+        for copy, value in flat.copies:
+            value.lay_out(copy.layout)
+
+    # XLA's own order of things is not always the same as either.
+    ways = [functools.partial(lay, layouts) for layouts in found]
+    different = any(layouts != found[0] for layouts in found)
+    ways[nearest(ways) if different else 0]()
 
 
 def _give_arguments(program: Program) -> None:
@@ -118,12 +123,12 @@ def _inputs(block: Block) -> Iterator[Value]:
             yield from _inputs(op.loop.body)
 
 
-def _values(block: Block) -> Iterator[Value]:
-    """What the operations of a block make, those in its loops too."""
+def _operations(block: Block) -> Iterator[Op]:
+    """The operations of a block, those in its loops too."""
     for op in block.ops:
-        yield from op.outputs
+        yield op
         if op.loop is not None:
-            yield from _values(op.loop.body)
+            yield from _operations(op.loop.body)
 
 
 class _Flat:

@@ -1,69 +1,74 @@
-"""Read from a compiled program how its values are split, where that can be in several ways.
+"""Read from a compiled program what devices exchange, where values can be split in several ways.
 
-XLA's partitioner writes the program of one device: a value of 16 x 2048 that is split over its rows
-on two devices is an array of 8 x 2048 there, and one of 16 x 1024 where its columns are split. So
-the shapes that the program names say which of several layouts a value has.
+Layouts that differ need other collectives: with activations split by the batch, weights are
+gathered; with weights split by their columns, activations are exchanged in every layer. Bytes of
+arrays hardly differ, for half of an array is half in whatever direction.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from jaxmem.program.ir import Value
-from jaxmem.program.layout import Layout
-
-_SHAPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
-# NumPy's names of types, and XLA's.
-_TYPES = {
-    "bool": "pred",
-    "bfloat": "bf",
-    "float": "f",
-    "uint": "u",
-    "int": "s",
-    "complex": "c",
-}
+_SIZED = re.compile(r"\b(?:pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\]")
+_COLLECTIVE = re.compile(
+    r" = (?P<type>[^%\"\n]*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
+    r"collective-permute)(?P<half>-start)?\("
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_BODY = re.compile(r" while\(.*\bbody=%?(?P<name>[\w.-]+)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(?P<count>\d+)"')
 
 
-def chosen(values: Sequence[Value], ways: Sequence[Sequence[Layout]], text: str) -> list[Layout]:
-    """For each value the one of its layouts with which it is in a compiled program.
+def exchanged_bytes(text: str, devices: int) -> float:
+    """What each of ``devices`` sends in all collectives of a compiled program, in all turns of its
+    loops.
 
-    Where that has the arrays of none of them, as they are fused or have another shape there, or of
-    several, the value is split in the way of most bytes of the others; without any, the first way.
+    Where the program does not say how many take part in a collective, all do.
 
-    Args:
-        values: arrays of the program before it was partitioned.
-        ways: of each way to split them the layouts of all of them.
-        text: the compiled program's.
-
-    Returns:
-        One layout for each value.
+    >>> exchanged_bytes("%b = bf16[16]{0} all-gather(%a), dimensions={0}", 2)
+    16.0
     """
-    shapes = set(_SHAPE.findall(text))
-    votes = [0] * len(ways)
-    found: list[Layout | None] = []
-    for value, layouts in zip(values, zip(*ways, strict=True), strict=True):
-        there = [shape_of(value.aval, layout) in shapes for layout in layouts]
-        only = there.index(True) if sum(there) == 1 else None
-        found.append(None if only is None else layouts[only])
-        if only is not None:
-            votes[only] += layouts[only].part_bytes(value.aval)
-    usual = ways[votes.index(max(votes))]
-    return [its or layout for its, layout in zip(found, usual, strict=True)]
+    # What each computation sends by itself; of which loop it is the body, where, and how often.
+    own: dict[str, float] = {}
+    turned: dict[str, tuple[str, int]] = {}
+    inside = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            inside = head["name"]
+        elif body := _BODY.search(line):
+            turns = _TURNS.search(line)
+            turned[body["name"]] = inside, int(turns["count"]) if turns else 1
+        elif found := _COLLECTIVE.search(line):
+            own[inside] = own.get(inside, 0.0) + _sent(found, devices)
+    return sum(nbytes * _turns(name, turned) for name, nbytes in own.items())
 
 
-def shape_of(aval: Any, layout: Layout) -> str:
-    """An array's part on one device, as XLA writes its shape.
+def _turns(name: str, turned: Mapping[str, tuple[str, int]]) -> int:
+    """How often a computation runs in all."""
+    turns = 1
+    while name in turned:
+        name, count = turned[name]
+        turns *= count
+    return turns
 
-    >>> from jax.core import ShapedArray
-    >>> shape_of(ShapedArray((16, 2048), "bfloat16"), Layout(((("data", 2),), ())))
-    'bf16[8,2048]'
-    """
-    name = aval.dtype.name
-    for long, short in _TYPES.items():
-        if name.startswith(long):
-            name = short + name.removeprefix(long).replace("_", "")
-            break
-    sizes = [-(-size // parts) for size, parts in zip(aval.shape, layout.parts, strict=True)]
-    return f"{name}[{','.join(map(str, sizes))}]"
+
+def _sent(found: re.Match[str], devices: int) -> float:
+    kind, sizes = found["kind"], list(_sizes(found["type"]))
+    share = (devices - 1) / devices
+    if kind == "all-reduce":
+        return 2 * share * sum(sizes)
+    if kind == "collective-permute":
+        return float(sizes[0])
+    if found["half"]:
+        # The first half has its operands among its results.
+        given, made = sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :])
+        return share * made if kind == "all-to-all" else float(abs(made - given))
+    return (devices - 1) * sum(sizes) if kind == "reduce-scatter" else share * sum(sizes)
+
+
+def _sizes(types: str) -> Iterator[int]:
+    for shape in _SIZED.finditer(types):
+        bits = int(shape["bits"] or 8)
+        yield math.prod(int(n) for n in shape["dims"].split(",") if n) * bits // 8

@@ -1,80 +1,118 @@
-"""Which of several layouts the values of a compiled program have, read from its text."""
+"""What the devices of a compiled program exchange, read from its text."""
 
 from __future__ import annotations
 
-import random
+import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
-from jax.core import ShapedArray
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.program.ir import Value
-from jaxmem.program.layout import Layout
-from jaxmem.runtime.partitioned import chosen, shape_of
+from jaxmem.program.collectives import gathering, reducing, scattering
+from jaxmem.runtime.compiler import nearest
+from jaxmem.runtime.partitioned import exchanged_bytes
+from jaxmem.targets import compile_for
 
-DATA = ("data", 4)
-ROWS, COLUMNS = Layout(((DATA,), ())), Layout(((), (DATA,)))
-
-
-def values(count: int, seed: int) -> list[Value]:
-    """Arrays of sizes of their own, so that no part of one is as large as one of another."""
-    sizes = random.Random(seed).sample(range(3, 90), 2 * count)
-    return [
-        Value(ShapedArray((4 * sizes[2 * n], 400 * sizes[2 * n + 1]), jnp.bfloat16))
-        for n in range(count)
-    ]
+EIGHT = 8
+SIZE = 4096
+MESH = AbstractMesh((EIGHT,), ("data",), axis_types=(AxisType.Auto,))
+SPLIT, WHOLE = NamedSharding(MESH, PartitionSpec("data")), NamedSharding(MESH, PartitionSpec())
 
 
-def text_of(given: list[Value], layouts: list[Layout]) -> str:
-    lines = (
-        f"  %fusion.{n} = {shape_of(v.aval, its)}{{1,0}} fusion()"
-        for n, (v, its) in enumerate(zip(given, layouts, strict=True))
-    )
-    return "\n".join(lines)
+def shape(sharding: NamedSharding, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=sharding)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_layouts_are_those_of_which_the_compiled_program_has_the_arrays(seed: int):
-    given, pick = values(12, seed), random.Random(seed)
-    ways = [[ROWS] * 12, [COLUMNS] * 12]
-    true = [pick.choice([ROWS, COLUMNS]) for _ in given]
-    assert chosen(given, ways, text_of(given, true)) == true
-    assert chosen(given, ways[::-1], text_of(given, true)) == true
-
-
-@pytest.mark.parametrize("usual", [ROWS, COLUMNS])
-def test_what_is_not_in_the_program_is_split_as_most_bytes_are(usual: Layout):
-    given, ways = values(5, 0), [[ROWS] * 5, [COLUMNS] * 5]
-    assert chosen(given, ways, text_of(given[:3], [usual] * 3)) == [usual] * 5
-    largest = max(given, key=lambda v: v.aval.size)
-    other = ROWS if usual is COLUMNS else COLUMNS
-    rest = sorted((v for v in given if v is not largest), key=lambda v: v.aval.size)[:1]
-    found = chosen(given, ways, text_of([largest, *rest], [usual, other]))
-    assert found == [other if v is rest[0] else usual for v in given]
-
-
-def test_what_is_there_in_every_way_says_nothing():
-    given = [Value(ShapedArray((64, 64), jnp.float32))]
-    found = chosen(given, [[ROWS], [COLUMNS]], "f32[16,64] and f32[64,16]")
-    assert found == [ROWS]
-    assert chosen(given, [[COLUMNS], [ROWS]], "") == [COLUMNS]
+@functools.cache
+def text_of(case: str) -> str:
+    """A program of eight GPUs with one collective, as the compiler writes it."""
+    if case == "gather":
+        args, result = [shape(SPLIT, SIZE, 8)], WHOLE
+        return compile_for("8xh100", lambda x: x * 2, args, out_shardings=result).hlo_text()
+    # Each device has a part of every sum.
+    by_last = NamedSharding(MESH, PartitionSpec(None, "data"))
+    args = [shape(by_last, SIZE, 8), shape(SPLIT, 8, 16)]
+    result = WHOLE if case == "reduce" else SPLIT
+    return compile_for("8xh100", jnp.matmul, args, out_shardings=result).hlo_text()
 
 
 @pytest.mark.parametrize(
-    "dtype, said",
+    "case, sent",
     [
-        ("bool", "pred[2]"),
-        ("int8", "s8[2]"),
-        ("uint32", "u32[2]"),
-        ("float16", "f16[2]"),
-        ("float8_e4m3fn", "f8e4m3fn[2]"),
-        ("complex64", "c64[2]"),
+        ("gather", gathering(4 * SIZE * 8, EIGHT)),
+        ("reduce", reducing(4 * SIZE * 16, EIGHT)),
+        ("scatter", scattering(4 * SIZE * 16, EIGHT)),
     ],
 )
-def test_types_are_called_as_xla_calls_them(dtype: str, said: str):
-    aval = ShapedArray((8,), jnp.dtype(dtype))
-    assert shape_of(aval, Layout(((DATA,),))) == said
+def test_bytes_are_those_of_the_model_of_collectives(case: str, sent):
+    assert exchanged_bytes(text_of(case), EIGHT) == sent.nbytes
 
 
-def test_a_part_of_what_does_not_divide_is_the_largest():
-    assert shape_of(ShapedArray((9, 2), jnp.dtype("float32")), ROWS) == "f32[3,2]"
+@pytest.mark.parametrize("start", ["", "-start"])
+@pytest.mark.parametrize(
+    "kind, given, made, sent",
+    [
+        ("all-gather", "f32[2,8]{1,0}", "f32[8,8]{1,0}", 192),
+        ("reduce-scatter", "f32[8,8]{1,0}", "f32[2,8]{1,0}", 192),
+        ("all-to-all", "bf16[8,8]{1,0}", "bf16[8,8]{1,0}", 96),
+        ("collective-permute", "s8[64]{0}", "s8[64]{0}", 64),
+        ("all-reduce", "", "pred[64]{0}", 96),
+    ],
+)
+def test_both_forms_of_a_collective_send_the_same(kind, given, made, sent, start):
+    types = f"({given}, {made})" if start and given else made
+    text = f"  %c = {types} {kind}{start}(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}"
+    done = f"  %d = {made} {kind}-done(%c)\n  %e = {made} fusion(%d), calls=%{kind}"
+    assert exchanged_bytes(f"{text}\n{done}", 4) == sent
+
+
+def test_several_arrays_in_one_collective_are_added_up():
+    types = "((f32[2]{0}, /*index=1*/f32[4]{0}), (f32[8]{0}, /*index=1*/f32[16]{0}))"
+    assert exchanged_bytes(f"%c = {types} all-gather-start(%a, %b), dimensions={{0}}", 4) == 72
+
+
+def test_the_nearest_is_that_of_the_nearest_ratio_and_the_first_of_equals():
+    assert nearest([100.0, 2500.0, 1e6], 2000.0) == 1
+    assert nearest([1000.0, 4000.0], 2000.0) == 0
+    assert nearest([1e6, 300.0], 2000.0) == 1
+    assert nearest([1e6, 0.0], 0.0) == 1
+
+
+LOOPS = """
+%inner (p: f32[8]) -> f32[8] {
+  %g = f32[8]{0} all-gather(%p), channel_id=2, dimensions={0}
+}
+
+%outer (p: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%p), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+  %r = f32[8]{0} all-reduce(%w), channel_id=3, to_apply=%add
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %v = f32[8]{0} while(%p), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %s = f32[8]{0} all-to-all(%v), channel_id=4
+}
+"""
+
+
+def test_what_is_in_a_loop_is_sent_in_each_of_its_turns():
+    assert exchanged_bytes(LOOPS, 2) == 3 * 5 * 16 + 3 * 32 + 16
+    assert exchanged_bytes(LOOPS.replace('{"known_trip_count":{"n":"5"}}', "{}"), 2) == 160
+
+
+def test_a_loop_that_was_compiled_sends_as_often_as_it_turns():
+    def step(x, weights):
+        def layer(y, w):
+            return jnp.tanh(y @ w), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    by_last = NamedSharding(MESH, PartitionSpec(None, "data"))
+    rows = NamedSharding(MESH, PartitionSpec(None, "data", None))
+    sent = []
+    for layers in (3, 6):
+        args = [shape(by_last, 32, 64), shape(rows, layers, 64, 64)]
+        text = compile_for("8xh100", step, args, out_shardings=by_last).hlo_text()
+        sent.append(exchanged_bytes(text, EIGHT))
+    assert 0 < sent[0] == sent[1] / 2
