@@ -121,10 +121,16 @@ class Compiler:
     search: Search = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
+    _as_written: Compiled | None = field(default=None, init=False)
 
     def __post_init__(self):
-        lay_out(self.program, self.target, self._nearest)
-        self.program = with_gathered(self.program)
+        given = self.program
+        lay_out(given, self.target, self._nearest)
+        self.program = with_gathered(given)
+        if self._as_written is not None and self.program is given:
+            # Laying it out had it compiled, and nothing was put in since.
+            self._compiled[None, ()] = self._as_written
+        self._as_written = None
         rates = rates_of(self.target)
         host = self.target.platform == "cpu"
         self.search = Search(
@@ -144,7 +150,7 @@ class Compiler:
             block = with_gathered(self.program).block
             taken.append(Simulator(rates_of(self.target)).step(block).temp_bytes)
             sent.append(sent_bytes(self.program.block))
-        written = self._compiled_as_written()
+        written = self._as_written = self._compiled_as_written()
         if max(taken) > _OTHER_PARTS * max(1, min(taken)):
             return nearest(taken, written.memory.temp_bytes)
         devices = [s.mesh.size for s in self.program.shardings if isinstance(s, NamedSharding)]
