@@ -41,6 +41,8 @@ WAYS: dict[str, Any] = {
     "all named": "state*",
     "host=jaxmem.AUTO": jaxmem.AUTO,
 }
+# A prediction is no better than these, and machines of a kind differ in them.
+RATES = tuple(f"{link}_bytes_per_second" for link in ("h2d", "d2h", "duplex", "hbm"))
 WARM, STEPS = 2, 6
 
 
@@ -104,8 +106,10 @@ def one_row(asked: dict[str, Any]) -> dict[str, Any]:
     )
     started = time.perf_counter()
     plan = run.plan(state, x)
+    here = jaxmem.Target.local()
     found = {
         "planning_seconds": time.perf_counter() - started,
+        "predicted_with": {rate: getattr(here, rate) for rate in RATES} | {"flops": here.flops},
         "predicted_seconds": plan.predicted_seconds,
         "compiled_bytes": plan.compiled_bytes,
         "host_bytes": plan.host_bytes,
