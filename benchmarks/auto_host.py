@@ -109,7 +109,7 @@ def one_row(asked: dict[str, Any]) -> dict[str, Any]:
     here = jaxmem.Target.local()
     found = {
         "planning_seconds": time.perf_counter() - started,
-        "predicted_with": {rate: getattr(here, rate) for rate in RATES} | {"flops": here.flops},
+        "predicted_with": {rate: getattr(here, rate) for rate in RATES} | {"flops": dict(here.flops)},
         "predicted_seconds": plan.predicted_seconds,
         "compiled_bytes": plan.compiled_bytes,
         "host_bytes": plan.host_bytes,
