@@ -107,9 +107,10 @@ def one_row(asked: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     plan = run.plan(state, x)
     here = jaxmem.Target.local()
+    rates = {rate: getattr(here, rate) for rate in RATES} | {"flops": dict(here.flops)}
     found = {
         "planning_seconds": time.perf_counter() - started,
-        "predicted_with": {rate: getattr(here, rate) for rate in RATES} | {"flops": dict(here.flops)},
+        "predicted_with": rates,
         "predicted_seconds": plan.predicted_seconds,
         "compiled_bytes": plan.compiled_bytes,
         "host_bytes": plan.host_bytes,
