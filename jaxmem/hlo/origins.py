@@ -156,7 +156,7 @@ class Origins:
         elif opcode == "tuple" and index:
             yield one.operands[index[0]], index[1:]
         elif opcode == "while" and index:
-            yield self._module.computations[body_of(self._schedule, one)].root, index
+            yield self._module.computations[body_of(self._module, one)].root, index
             yield one.operands[0], index
         elif opcode == "call":
             yield self._module.computations[one.called[0]].root, index
@@ -175,7 +175,7 @@ class Origins:
         if caller is not None and caller.opcode == "while":
             # What the turn before made; in the first turn, and where none makes it, what the loop
             # starts with.
-            yield self._module.computations[body_of(self._schedule, caller)].root, index
+            yield self._module.computations[body_of(self._module, caller)].root, index
             yield caller.operands[0], index
         elif caller is not None and caller.opcode != "conditional":
             yield caller.operands[parameter.parameter], index

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxmem.hlo.module import Computation, Instruction, Module
+from jaxmem.hlo.wire import WireError
 
 Place = tuple[int, tuple[int, ...]]
 """An instruction's id and an index into its result: which part of which tuple."""
@@ -61,7 +62,11 @@ class Schedule:
 
 
 def scheduled(module: Module) -> Schedule:
-    """The order in which a module runs."""
+    """The order in which a module runs.
+
+    Raises:
+        WireError: a loop without a body.
+    """
     order: list[Instruction] = []
     at: dict[int, int] = {}
     spans: dict[int, tuple[int, int]] = {}
@@ -83,6 +88,8 @@ def scheduled(module: Module) -> Schedule:
                 stack[-1] = (computation, _chained(ident, rest), first)
                 stack += [(c, iter(c.sequence), -1) for c in reversed(inner)]
                 break
+            if instruction.opcode == "while":
+                body_of(module, instruction)
             at[ident] = len(order)
             order.append(instruction)
         else:
@@ -200,7 +207,7 @@ def _returned(
 ) -> Iterator[Place]:
     """Where a value is that a computation returns; a loop's next turn is given it, too."""
     if caller.opcode == "while":
-        if computation == body_of(schedule, caller):
+        if computation == body_of(schedule.module, caller):
             yield caller.id, index
             yield from _into(schedule, caller.called, 0, index)
     elif caller.opcode == "async-start":
@@ -209,7 +216,20 @@ def _returned(
         yield caller.id, index
 
 
-def body_of(schedule: Schedule, loop: Instruction) -> int:
-    """The body of a loop; its condition returns one truth value, a body never does alone."""
-    module = schedule.module
-    return next((c for c in loop.called if module.root(c).raw_shape == loop.raw_shape), 0)
+def body_of(module: Module, loop: Instruction) -> int:
+    """The body of a loop: its condition returns one truth value, which a body hardly does alone.
+
+    Raises:
+        WireError: nothing that the loop runs can be its body.
+    """
+    # Layouts are part of a type, and need not be the same inside.
+    same = [c for c in loop.called if module.root(c).raw_shape == loop.raw_shape]
+    found = same or [c for c in loop.called if not _is_truth(module.root(c))]
+    if not found:
+        raise WireError(f"the loop {loop.name} runs nothing that returns what it does")
+    return found[0]
+
+
+def _is_truth(instruction: Instruction) -> bool:
+    shape = instruction.shape
+    return shape.dtype == "bool" and not shape.dims

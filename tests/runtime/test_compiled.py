@@ -12,7 +12,7 @@ from jaxmem.errors import ReportError
 from jaxmem.hlo.assignment import parse_assignment
 from jaxmem.hlo.lifetimes import lives
 from jaxmem.hlo.module import read_module
-from jaxmem.hlo.schedule import scheduled
+from jaxmem.hlo.schedule import body_of, scheduled
 from jaxmem.hlo.serialized import buffer_assignment
 from jaxmem.planner.report import MemoryReport
 from jaxmem.runtime.compiled import compiled_report
@@ -68,6 +68,22 @@ def test_no_two_things_are_in_the_same_bytes_at_the_same_time(executable):
                 together = one.start <= other.end and other.start <= one.end
                 ends = one.offset + one.nbytes, other.offset + other.nbytes
                 assert not (together and one.offset < ends[1] and other.offset < ends[0])
+
+
+def test_a_loop_without_a_body_is_unreadable_and_not_guessed_at(monkeypatch):
+    turned = jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda _, y: jnp.sin(y @ y), x))
+    executable = turned.lower(jnp.ones((8, 8))).compile()
+    module = read_module(executable)
+    (loop,) = [one for one in module.instructions.values() if one.opcode == "while"]
+    condition, body = sorted(loop.called, key=lambda c: module.root(c).shape.nbytes)
+    assert body_of(module, loop) == body
+    # Its type may be another one in how it is laid out.
+    loop.raw_shape += b"\x00" * 2
+    assert body_of(module, loop) == body
+    loop.called = [condition]
+    monkeypatch.setattr("jaxmem.runtime.compiled.read_module", lambda _: module)
+    with pytest.raises(ReportError, match=f"the loop {loop.name} runs nothing"):
+        compiled_report(executable)
 
 
 def test_the_timeline_is_what_the_buffers_add_up_to(executable):
