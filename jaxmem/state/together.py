@@ -7,14 +7,17 @@ the directory that it is filling. It completes a checkpoint when all have writte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxmem import processes
-from jaxmem.errors import CheckpointError, JaxmemError
+from jaxmem.errors import CheckpointError, JaxmemError, ProcessError
 from jaxmem.processes import Meeting
 from jaxmem.state import ondisk, reading, writing
 from jaxmem.state.contents import Contents, contents_of
@@ -25,6 +28,9 @@ _HINT = (
     "What each process has for itself must be equal on all; make one array over all processes of "
     "what differs."
 )
+
+# The round in which each process says that it writes no more.
+_WRITTEN = "written"
 
 
 def save(
@@ -136,6 +142,7 @@ class Shared:
         self._meeting: Meeting | None = None
         self._manager: writing.Directory | None = None
         self._thread: threading.Thread | None = None
+        self._others_write = False
 
     def save(
         self, contents: Contents, sums: Mapping[str, str], step: int, meeting: Meeting
@@ -143,11 +150,11 @@ class Shared:
         """Begin to write a checkpoint; when it returns the arrays may be changed."""
         if self._meeting is not None:
             self._meeting.left()  # All have come here, so all have waited for it.
-        self._meeting = meeting
+        self._meeting, self._others_write = meeting, False
 
         def begin() -> str:
             if self._manager is None:
-                others = writing.Others(self._written)
+                others = writing.Others(self._written, self._ended)
                 self._manager = writing.Directory(self.path, self.keep, others)
             self._manager.save(contents, sums, step)
             return (
@@ -155,6 +162,7 @@ class Shared:
             )
 
         place = self.path / meeting.by_first("begin", begin, patient=True)
+        self._others_write = True
         copied = threading.Event()
         if self._manager is not None:
             copied.set()
@@ -184,7 +192,14 @@ class Shared:
     def _written(self) -> None:
         """Called by Orbax on process 0 when its own arrays are written."""
         assert self._meeting is not None
-        self._meeting.together("written", lambda: None)
+        self._meeting.together(_WRITTEN, lambda: None)
+
+    def _ended(self) -> None:
+        """On process 0, before it deletes what could not be completed."""
+        if self._meeting is not None and self._others_write:
+            # Who says nothing for so long is dead or stopped, and is named where it is waited for.
+            with contextlib.suppress(ProcessError):
+                self._meeting.hear(_WRITTEN, range(1, jax.process_count()))
 
     def _complete(self, manager: writing.Directory, meeting: Meeting) -> None:
         """On process 0: until the checkpoint is complete, and have the others know."""
@@ -193,7 +208,7 @@ class Shared:
             try:
                 manager.wait()
             except Exception:
-                meeting.tell("written", [None, None])  # They need not wait for it.
+                meeting.tell(_WRITTEN, [None, None])  # They need not wait for it.
                 raise
 
         meeting.by_first("complete", finish)
@@ -220,7 +235,7 @@ def _write(
         told, path = isinstance(found, JaxmemError), place.parent.parent
         error = found if told else ondisk.unwritten(path, nbytes, found)
         copied.set()
-    meeting.exchange("written", meeting.report(None, error))
+    meeting.exchange(_WRITTEN, meeting.report(None, error))
     # It says what went wrong on any of them, when it has merged, renamed and deleted.
     meeting.by_first("complete", lambda: None, patient=True)
 

@@ -55,9 +55,11 @@ class Others:
 
     Attributes:
         written: called when its own arrays are written; returns when all are.
+        ended: returns when nobody else writes any more, whatever came of it.
     """
 
     written: Callable[[], None]
+    ended: Callable[[], None]
 
 
 def forget(writer: Writer) -> None:
@@ -102,6 +104,7 @@ class Directory:
     def __init__(self, path: Path, keep: int | None, others: Others | None = None):
         ocp = ondisk.orbax()
         self.path, self.keep, self.needed = path, keep, 0
+        self._others = others
         self.manager: Any = None
         self._deleting: threading.Thread | None = None
         self.failed: JaxmemError | None = None
@@ -196,6 +199,8 @@ class Directory:
             forget(self)
             with contextlib.suppress(Exception):  # It is the same error again.
                 self.close()
+            if self._others is not None:
+                self._others.ended()  # TensorStore hangs where directories go from under it.
             ondisk.delete_half_written(self.path)
             told = isinstance(error, JaxmemError)
             self.failed = error if told else ondisk.unwritten(self.path, self.needed, error)

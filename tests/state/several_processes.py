@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
-from jaxmem.state import writing
+from jaxmem.state import together, writing
 from tests import cluster
 
 W = np.random.default_rng(0).random((16, 24)).astype(np.float32)
@@ -77,6 +78,35 @@ def blank(found: dict) -> dict:
         return x * 0 if hasattr(x, "dtype") else type(x)()
 
     return jax.tree.map(other, found)
+
+
+class Slow:
+    """What is being written, and takes longer; whether its directory is there to the end."""
+
+    def __init__(self, future: Any, place: Path, found: list[bool]):
+        self.future, self.place, self.found = future, place, found
+
+    def result(self) -> None:
+        time.sleep(0.5)
+        self.found.append(self.place.is_dir())
+        self.future.result()
+
+
+def failing_while_others_write(run: Path, me: int, large: jax.Array) -> None:
+    """What is half-written is deleted when nobody writes there: TensorStore may hang otherwise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    begin, there = together._begin, list[bool]()
+    together._begin = lambda split, place: [Slow(f, place, there) for f in begin(split, place)]
+    if me == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
+    text = cluster.said(lambda: jaxmem.save(run, {"w": large}, step=3, wait=True))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    together._begin = begin
+    assert "could not be written by process 0: " in text, text
+    assert all(there), "its directory went while it wrote"
+    assert bool(there) == (me > 0)
+    left = [p.name for p in run.iterdir() if p.name.startswith("3.")]
+    assert left == [], left
 
 
 def failing_meanwhile(run: Path, me: int, large: jax.Array) -> None:
@@ -182,6 +212,7 @@ def main(directory: Path) -> None:
         assert f"could not be written by process {refused}: " in text, text
         assert "Its arrays take 4.0MiB; " in text, text
         assert "Complete checkpoints that are there: 1, 2." in text, text
+    failing_while_others_write(run, me, large)
     same(jaxmem.restore(run, blank(expected)), expected)
     jaxmem.save(run, expected, step=3, keep=1, wait=True)
     assert [p.name for p in run.iterdir() if p.is_dir()] == ["3"], [*run.iterdir()]
