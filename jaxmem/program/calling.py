@@ -215,14 +215,7 @@ class Caller:
                 fixed=[None if array else leaf for (_, leaf), array in taken],
                 paths=[jax.tree_util.keystr(path) for (path, _), array in taken if array],
                 is_array=is_array,
-                # Of what an NNX object of the caller's holds, the argument that was there.
-                was=[
-                    held.get(jax.tree_util.keystr(path[2:]))
-                    if isinstance(out, nnx.Split) and _index(path[1]) == 0
-                    else None
-                    for (path, _), array in taken
-                    if array
-                ],
+                was=_was(held, out, [path for (path, _), array in taken if array]),
             )
             if len(arrays) != len(results) and not call.fixed:
                 bad = next(leaf for (_, leaf), array in taken if not array)
@@ -292,6 +285,15 @@ def _avals(call: Call) -> list[Any]:
         return [leaves.abstract(leaf) for leaf in call.leaves]
     pairs = zip(call.leaves, call.layouts, strict=True)
     return [leaves.laid_out(leaf, layout) for leaf, layout in pairs]
+
+
+def _was(held: dict[str, int], out: Any, paths: Iterable[Any]) -> list[int | None]:
+    """Of what an NNX object of the caller's holds, the argument that was there; ``None`` else."""
+    split = isinstance(out, nnx.Split)
+    return [
+        held.get(jax.tree_util.keystr(path[2:])) if split and _index(path[1]) == 0 else None
+        for path in paths
+    ]
 
 
 def _rebuild(

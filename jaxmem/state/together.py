@@ -192,7 +192,10 @@ class Shared:
     def _written(self) -> None:
         """Called by Orbax on process 0 when its own arrays are written."""
         assert self._meeting is not None
-        self._meeting.together(_WRITTEN, lambda: None)
+        try:
+            self._meeting.together(_WRITTEN, lambda: None)
+        finally:
+            self._others_write = False  # All have said so, or were waited for.
 
     def _ended(self) -> None:
         """On process 0, before it deletes what could not be completed."""

@@ -81,7 +81,10 @@ def blank(found: dict) -> dict:
 
 
 class Slow:
-    """What is being written, and takes longer; whether its directory is there to the end."""
+    """What is being written, and takes longer than process 0 takes to fail and to delete.
+
+    ``found`` is told whether its directory is there to the end.
+    """
 
     def __init__(self, future: Any, place: Path, found: list[bool]):
         self.future, self.place, self.found = future, place, found
