@@ -20,8 +20,6 @@ from jaxmem import _compat
 from jaxmem.monitor.arrays import Live, bytes_on, live_now
 from jaxmem.monitor.figures import DeviceMemory, Figure, HostMemory, devices_now, rss_now
 
-# Of the time: of samples, and of looks at the arrays for them.
-_SHARE, _LIVE_SHARE = 0.002, 0.002
 # The thread ends when nothing was tracked for so long.
 _IDLE_SECONDS = 5.0
 
@@ -41,11 +39,14 @@ class Sampler:
     """Looks for all watchers at once.
 
     Attributes:
+        share: of the time, that samples may take.
+        live_share: of the time, that looks at the arrays for them may take.
         spent: seconds of its thread so far.
         looking: of these, seconds in which it went through the live arrays.
     """
 
-    def __init__(self):
+    def __init__(self, share: float = 0.002, live_share: float = 0.002):
+        self.share, self.live_share = share, live_share
         self.spent = self.looking = 0.0
         self._watchers: dict[int, Watcher] = {}
         # When each is told next, in seconds of ``perf_counter``: of what is tracked for a moment,
@@ -84,7 +85,7 @@ class Sampler:
         if not _compat.has_started():  # To ask for devices would start it.
             return (), HostMemory(rss_now(), Figure(0, "estimated"))
         now = time.perf_counter()
-        if live is not None or now - self._looked > self._live.seconds / _LIVE_SHARE:
+        if live is not None or now - self._looked > self._live.seconds / self.live_share:
             self._live, self._looked = live or live_now(), now
             self.looking += 0.0 if live else self._live.seconds
         devices = jax.local_devices()
@@ -120,7 +121,7 @@ class Sampler:
             took = time.thread_time() - started
             self.spent += took
             took -= self.looking - looking
-            self._rests_until = time.perf_counter() + took / _SHARE
+            self._rests_until = time.perf_counter() + took / self.share
 
 
 SAMPLER = Sampler()
