@@ -25,10 +25,11 @@ from typing import Any, Literal
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
-from jaxmem.errors import TargetError
 from jaxmem.targets import measuring
 
-SCHEMA = 1
+# 2: what a device does that is nearly full is no longer kept.
+SCHEMA = 2
+_WHEN_FREE = "jaxmem doctor --measure, while the device is free, measures these and keeps them"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LINKS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_bytes_per_second")
 _BYTES = ("hbm_bytes_per_second", *_LINKS, "d2d_bytes_per_second")
@@ -49,6 +50,7 @@ class Measurement:
         seconds: how long it took.
         notes: what could not be measured, and why.
         part_seconds: how long each part took, and of that its data and its compile.
+        crowded: whether a part was left out as too little of the device was free.
     """
 
     flops: dict[str, float]
@@ -61,6 +63,7 @@ class Measurement:
     seconds: float
     notes: tuple[str, ...] = ()
     part_seconds: dict[str, float] = field(default_factory=dict)
+    crowded: bool = False
 
     @property
     def rates(self) -> dict[str, float]:
@@ -123,11 +126,14 @@ def _found(device: Any, fields: dict[str, Any], key: dict[str, Any], again: bool
         return Found("cached", kept, path=str(path))
     try:
         made = measure(device, fields)
-    except (RuntimeError, ValueError, TargetError) as error:
+    except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Found("assumed", why=f"measuring failed: {reason[:200]}")
     if not made.flops and not made.rates:
         return Found("assumed", why="; ".join(made.notes))
+    if made.crowded:
+        why = "not kept for the next process, as too little of the device was free for all of it"
+        return Found("measured", made, why=why)
     # Of two processes that measured at the same time, both go on with what the first one kept.
     if not again and (kept := load(path, key)):
         return Found("cached", kept, path=str(path))
@@ -145,12 +151,9 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
         device: a device of this process.
         fields: of its target as the table has it, or as they are assumed.
 
-    Raises:
-        TargetError: too little of its memory is free.
-
     Cost:
-        A few seconds, with six compiles on a GPU; at most an eighth of the free device memory
-        and 0.6 GiB of it; and, on a GPU, 0.4 GiB of pinned host memory, which XLA's pool keeps
+        A few seconds, with six compiles on a GPU; at most half of the free device memory
+        and 1.5 GiB of it; and, on a GPU, 0.4 GiB of pinned host memory, which XLA's pool keeps
         for the process.
     """
     started = time.perf_counter()
@@ -165,6 +168,7 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
             others = [d for d in jax.local_devices() if d != device]
             peer = gauge.peer(others[0]) if others else None
     down, up, both = links or (None, None, None)
+    notes = [_WHEN_FREE] if gauge.crowded else []
     return Measurement(
         flops=flops,
         hbm_bytes_per_second=memory,
@@ -174,7 +178,8 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
         d2d_bytes_per_second=peer,
         when=datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
         seconds=round(time.perf_counter() - started, 2),
-        notes=tuple(gauge.notes),
+        notes=(*gauge.notes, *notes),
+        crowded=gauge.crowded,
         part_seconds={part: round(seconds, 3) for part, seconds in gauge.seconds.items()},
     )
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.errors import TargetError
 from jaxmem.targets import Target, local, measured
 from jaxmem.targets.measured import cache_folder, key_of, load, rates_of, store
 from tests.targets import made
@@ -100,6 +99,24 @@ def test_a_cache_that_cannot_be_written_is_said(cache, counted):
     found = rates_of(CPU, {})
     assert found.how == "measured" and found.why.startswith("not kept for the next process: ")
     assert found.path == "" and rates_of(CPU, {}) is found
+
+
+@pytest.mark.parametrize("free_mib", [4, 60])
+def test_what_a_crowded_device_does_is_not_kept(free_mib, cache, monkeypatch):
+    """What fits beside a full device's state runs slower than what the device can do."""
+    monkeypatch.setattr(measured.measuring, "free_bytes", lambda *_: free_mib * 2**20)
+    found = rates_of(CPU, local.processor())
+    told = found.why if found.measurement is None else "; ".join(found.measurement.notes)
+    assert (
+        f"device memory was not measured: {free_mib} MiB of cpu are free, and it takes 192" in told
+    )
+    assert "jaxmem doctor --measure, while the device is free" in told
+    assert ("float32 was not measured" in told) == (free_mib == 4) == (found.measurement is None)
+    assert not cache.exists()
+    forget(monkeypatch)
+    monkeypatch.setattr(measured.measuring, "free_bytes", lambda *_: 2**33)
+    assert rates_of(CPU, local.processor()).how == "measured", "and by the next process it is"
+    assert cache.exists()
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(cache, monkeypatch):
@@ -199,7 +216,7 @@ def test_a_gpu_has_the_rates_that_were_measured(h200, counted, monkeypatch):
     assert Target.local() == target, "another process plans by the same rates"
 
 
-@pytest.mark.parametrize("error", [TargetError("only 3 MiB free"), RuntimeError("CUDA: busy\n")])
+@pytest.mark.parametrize("error", [ValueError("no such device"), RuntimeError("CUDA: busy\n")])
 def test_where_measuring_fails_the_table_is_used_and_it_is_said(h200, cache, monkeypatch, error):
     def fail(*_, **__):
         raise error
