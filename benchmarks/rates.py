@@ -15,6 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 

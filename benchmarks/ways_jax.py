@@ -65,6 +65,7 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
     started = time.perf_counter()
     step, place, told = _fitted(work, budget) if way == "jaxmem" else _compiled(work, way)
     told["prepare_seconds"] = time.perf_counter() - started
+    told["compiling_peak_bytes"] = peak_bytes()
     state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
     state = place(state, batch)
     held = {"state": state}
@@ -78,13 +79,18 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
     told |= {
         "seconds": seconds,
         "losses": losses,
-        "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        "peak_bytes": peak_bytes(),
         "items_per_second": work.items / seconds,
         "unit": work.unit,
     }
     if told["host_bytes"] and jax.default_backend() == "gpu":
         told["profile"] = dataclasses.asdict(profiled(lambda: (once(), held["state"])))
     return told
+
+
+def peak_bytes() -> int | None:
+    """The most that the device's allocator has given out in this process; nothing on CPUs."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _fitted(work: JaxWorkload, budget: int | None) -> tuple[Any, Callable[..., Any], dict]:
