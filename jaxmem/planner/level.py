@@ -60,6 +60,7 @@ class Level:
         self.late: dict[Value, Value] = {}
         self.touched: set[Value] = set()
         self.inputs = frozenset(facts.block.inputs)
+        self.results = frozenset(v for v in facts.block.outputs if isinstance(v, Value))
         self.numbers = itertools.count(1)
         self.behind: set[Value] = set()
         self.emitted: list[Op] = []
@@ -67,6 +68,8 @@ class Level:
         self.arrived: set[Value] = set()
         self.young: list[Value] = []
         self.pending: list[Value] = []
+        self.settled = 0
+        self.unsettled: list[Value] = []
 
     def _dropped_at(self, turn: int, kept: frozenset[str] | None) -> list[Value]:
         """The values made before ``turn`` that are not kept across it."""
@@ -121,6 +124,8 @@ class Level:
     def _emit_late(self, index: int, op: Op) -> None:
         if index >= self.looked:
             self._before_kernel(index, op)
+        if op.loop is not None and self.barriers:
+            self._before_loop(index, op)
         if not self.touched.isdisjoint(op.values):
             kept = [v for v in op.values if v in self.fresh]
             if kept:
@@ -141,6 +146,39 @@ class Level:
         missing = dict.fromkeys([v for o in kernel for v in o.values if v in self.gone])
         if missing:
             self._rebuild(list(missing), index, op)
+
+    def _before_loop(self, index: int, loop: Op) -> None:
+        """Have a loop wait for what was made before it from more than is left.
+
+        XLA starts a loop as soon as it can, and what it puts off until after the loop keeps its
+        operands alive in it. The backward loop of a GPT's layers came before the weight gradient
+        of its logits, which needs their gradient, and before the loss that is returned, which
+        needs the logits: 1.5 GiB each.
+        """
+        made = [v for op in self.ops[self.settled : index] for v in op.outputs]
+        self.settled = index
+        found = [v for v in (*self.unsettled, *made) if v not in self.dropped]
+        waited = [v for v in found if self._frees_more(v, index)]
+        reads = [v for v in loop.values if self.made.get(v, -1) >= self.turn]
+        self.unsettled = [v for v in found if self.facts.needed_until.get(v, -1) > index]
+        if not waited or not reads:
+            return
+        self.unsettled = [v for v in self.unsettled if v not in waited]
+        ready = [self._as_read(v, index) for v in waited]
+        first = min(reads, key=lambda v: v.nbytes)
+        self._barrier(loop, [], list(dict.fromkeys([*ready, first])), "jaxmem.before")
+
+    def _frees_more(self, value: Value, index: int) -> bool:
+        """Whether ``value`` is returned, or a buffer of less than what is then done with."""
+        facts, op = self.facts, self.ops[self.made[value]]
+        if op.loop is not None or facts.needed_until.get(value, -1) < index:
+            return False
+        if value in self.results:
+            return True
+        if facts.kinds[self.made[value]] not in BUFFERS:
+            return False
+        freed = [v for v in op.values if facts.read_until[v] < index and v not in self.inputs]
+        return sum(v.nbytes for v in freed) > value.nbytes
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""

@@ -318,3 +318,35 @@ def test_a_gradient_that_one_recomputation_is_too_small_for_is_written_out_befor
     summed = {v: op.name for op in written.ops for v in op.outputs}
     waited = [v for op in written.ops if op.barrier for v in op.values if v in summed]
     assert [v for v in waited if summed[v] == "add_any" and v.nbytes == x.nbytes]
+
+
+def test_a_backward_loop_waits_for_the_loss_and_for_what_ends_the_gradient_of_the_logits():
+    """XLA starts a loop as soon as it can: what it left for later kept the logits alive in it.
+
+    Over two H200, a scanned GPT of 1.3e9 parameters with each layer made again compiled to 16.4
+    GiB, where 13.7 were predicted; it now compiles to 14.9.
+    """
+    step, args = make(Form(scan=True, tied=True), Shape(3, 128, 4, 5000, 4, 64))
+    caller = Caller(step, (0, 1))
+    found = Compiler(caller.trace(caller.take(args, {})).program, Target("h200")).search
+    outer, inner = found.choices
+    everything = frozenset(c.name for c in outer.candidates)
+    for kept in (frozenset(), everything):
+        block = found.scheduler.schedule({outer.turn: kept, inner.turn: frozenset()})
+        maker = {value: op for op in block.ops for value in op.outputs}
+        *_, backward = (op for op in block.ops if op.loop is not None)
+        before, stack = set(), list(backward.values)
+        while stack:
+            op = maker.get(stack.pop())
+            if op is not None and op not in before:
+                before.add(op)
+                stack.extend(op.values)
+        (loss,) = (v for v in block.outputs if v.aval.shape == () and v.aval.dtype == jnp.float32)
+        assert maker[loss] in before
+        (of_embedding,) = (
+            op
+            for op in block.ops
+            for v in op.outputs
+            if op.name == "dot_general" and v.aval.shape == (5000, 128)
+        )
+        assert of_embedding in before
