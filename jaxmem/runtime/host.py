@@ -208,6 +208,9 @@ class OnHost:
         with self._hosting(most):
             with self.search.afresh():
                 carried = self.search.smallest_carried(self.allowed - away)
-            found = [self.search.smallest_first()[0]] if most else []
-        found += [carried] if carried is not None else []
-        return min(found, key=lambda s: (s.temp_bytes, s.seconds), default=None)
+            found = [self.search.least() if most else None, carried]
+        return min(
+            (s for s in found if s is not None),
+            key=lambda s: (s.temp_bytes, s.seconds),
+            default=None,
+        )

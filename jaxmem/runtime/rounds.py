@@ -46,6 +46,8 @@ _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: at least two compiles
 # are left for them, the last of them for the smallest one.
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 2, 4
+# No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
+_NO_ORDER = 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
 _FAR_OFF = 1.1
@@ -229,7 +231,9 @@ class _Rounds(Tries):
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)
         options = self.compiler.least_options
-        if plain.memory.total_bytes > self.budget and options and not ruled_out:
+        over = plain.memory.total_bytes > self.budget
+        far_over = plain.memory.temp_bytes > _NO_ORDER * (self.budget - self.fixed)
+        if over and not far_over and options and not ruled_out:
             plain = self.compiler.compile(None, options=options)
             self.note("keep-all, scheduled for memory", predicted, predicted, plain)
         return plain
