@@ -26,7 +26,7 @@ from jaxmem.runtime.host import asked_host_budget, check_host_budget
 from jaxmem.runtime.options import check_options
 from jaxmem.runtime.progress import Report, progress
 from jaxmem.runtime.tries import Outcome
-from jaxmem.targets.compiling import usable_bytes
+from jaxmem.targets.compiling import most_bytes, usable_bytes
 from jaxmem.targets.target import Target
 from jaxmem.targets.topology import tracing_for
 from jaxmem.units import check_budget, format_bytes, parse_budget
@@ -110,7 +110,8 @@ class Planning:
         of microbatches was chosen.
         """
         target, program, now = self.target, traced.program, [traced]
-        budget_bytes = parse_budget(self.budget, usable_bytes(target), target.name)
+        usable, most = usable_bytes(target), most_bytes(target)
+        budget_bytes = parse_budget(self.budget, usable, target.name, most)
         host_bytes = asked_host_budget(self.host_budget, target)
 
         def decide(budget_bytes: int, host_bytes: int | None, given: Plan | None) -> Outcome:

@@ -52,15 +52,19 @@ def parse_bytes(size: str | SupportsIndex | float) -> int:
 
 
 def parse_budget(
-    budget: str | SupportsIndex | float | None, device_bytes: int, device: str = "device"
+    budget: str | SupportsIndex | float | None,
+    device_bytes: int,
+    device: str = "device",
+    most_bytes: int | None = None,
 ) -> int:
     """Returns a budget for one device as a whole number of bytes.
 
     Args:
         budget: what :func:`parse_bytes` takes, a share of the device such as ``"80%"``, or
             ``None`` for all of it.
-        device_bytes: usable bytes of the device.
+        device_bytes: usable bytes of the device; shares are of these.
         device: name of the device, for the error message.
+        most_bytes: what may be asked for in bytes, where that is more.
 
     Raises:
         BudgetError: the budget cannot be understood, is not at least one byte, or is more than
@@ -70,7 +74,8 @@ def parse_budget(
     (8000, 10000)
     """
     nbytes = budget_bytes(budget, device_bytes)
-    if nbytes > device_bytes:
+    is_share = isinstance(budget, str) and budget.strip().endswith("%")
+    if nbytes > (device_bytes if is_share else max(device_bytes, most_bytes or 0)):
         raise BudgetError(
             f"budget={budget!r} ({format_bytes(nbytes)}) is more than {device} has: "
             f"{format_bytes(device_bytes)} usable ({device_bytes} bytes). "

@@ -74,6 +74,17 @@ def test_a_budget_above_the_device_names_what_the_device_has(budget, target, mes
         jaxmem.fit(double, budget=budget, target=target).plan(SHAPE)
 
 
+@pytest.mark.parametrize(("gib", "is_told"), [(18.5, False), (18.9, True)])
+def test_an_absent_gpu_may_be_given_more_than_is_counted_on_and_it_is_told(gib, is_told: bool):
+    half = jax.ShapeDtypeStruct((int(gib * 2**28),), jnp.float32)
+    plan = jaxmem.fit(double, budget="38GiB", target="a100-40", progress=False).plan(half)
+    assert plan.budget_bytes == 38 * 2**30 and plan.compiled_bytes == 2 * half.size * 4
+    told = [note for note in plan.notes if "XLA_PYTHON_CLIENT_MEM_FRACTION=0.97" in note]
+    assert bool(told) == is_told
+    with pytest.raises(jaxmem.BudgetError, match=r"'39.5GiB' .* is more than a100-40 has: 37.5GiB"):
+        jaxmem.fit(double, budget="39.5GiB", target="a100-40", progress=False).plan(half)
+
+
 def test_an_argument_bigger_than_the_budget_is_named():
     said = []
     fitted = jaxmem.fit(double, budget=8 * KIB, progress=said.append)

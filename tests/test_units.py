@@ -90,6 +90,18 @@ def test_budget_errors_name_the_device_and_the_way_out(budget, message):
         units.parse_budget(budget, int(79.9 * 2**30), "h200")
 
 
+def test_bytes_may_be_asked_for_up_to_the_most_and_shares_are_of_what_is_usable():
+    assert units.parse_budget("95B", 90, "h200", 100) == 95
+    assert (
+        units.parse_budget(None, 90, "h200", 100)
+        == units.parse_budget("100%", 90, most_bytes=100)
+        == 90
+    )
+    for budget in ("105%", "101B", 101):
+        with pytest.raises(BudgetError, match="is more than h200 has: 90B usable"):
+            units.parse_budget(budget, 90, "h200", 100)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [

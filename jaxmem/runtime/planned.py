@@ -17,7 +17,8 @@ from jaxmem.program.ir import Block, has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.larger import larger
-from jaxmem.targets.compiling import Compiled
+from jaxmem.targets.compiling import Compiled, memory_fraction, most_bytes, usable_bytes
+from jaxmem.units import format_bytes
 
 _AS_WRITTEN = "the step as written fits the budget"
 
@@ -135,6 +136,13 @@ def _notes(
         yield (
             f"planned for {compiler.target.name}, which is not this machine: compiled with XLA:GPU "
             "here, runs on the local device"
+        )
+    usable = usable_bytes(compiler.target)
+    if usable < chosen.compiled.memory.total_bytes <= most_bytes(compiler.target):
+        yield (
+            f"takes more than the {format_bytes(usable)} that are counted on of each device: JAX "
+            "has to be given more there, with XLA_PYTHON_CLIENT_MEM_FRACTION="
+            f"{memory_fraction(compiler.target, budget_bytes):.2f}"
         )
     written = compiler.keep_all().memory.total_bytes <= budget_bytes
     if solution is not None and written and compiler.policy is None:

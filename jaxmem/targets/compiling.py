@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from jaxmem.targets.kernels import kernels_of
 from jaxmem.targets.target import Target
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
+# A context, its kernels and cuBLAS, before anything is allocated.
+_OF_CUDA = 512 * 2**20
 _ROOM = "xla_gpu_memory_limit_slop_factor"
 
 
@@ -301,6 +304,33 @@ def usable_bytes(target: Target) -> int:
     if target.platform == "gpu" and runs_here(target):
         return min(target.device_bytes, Target.local(measure=False).device_bytes)
     return target.device_bytes
+
+
+def most_bytes(target: Target) -> int:
+    """Bytes of each device that a budget may ask for.
+
+    A GPU of the table that is not here may be given nearly all of its memory where it is: JAX takes
+    as much as ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says, and CUDA itself half a GiB.
+
+    >>> target = Target("a100-40")
+    >>> target.device_bytes < 38 * 2**30 < most_bytes(target) < 40 * 2**30
+    True
+    """
+    usable = usable_bytes(target)
+    if target.platform != "gpu" or not target.model or runs_here(target):
+        return usable
+    as_in_table = usable == Target(target.model).device_bytes
+    whole = table.gpu(target.model)["memory_bytes"] - _OF_CUDA
+    return max(usable, whole) if as_in_table else usable
+
+
+def memory_fraction(target: Target, budget_bytes: int) -> float:
+    """The share of a GPU of the table, in whole hundredths, that JAX needs for a budget.
+
+    >>> memory_fraction(Target("a100-40"), 38 * 2**30)
+    0.97
+    """
+    return math.ceil(100 * budget_bytes / table.gpu(target.model)["memory_bytes"]) / 100
 
 
 def read_memory(executable: jax.stages.Compiled) -> CompiledMemory:
