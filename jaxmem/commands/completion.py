@@ -84,6 +84,15 @@ def plans_and_entries(prefix: str, **_: Any) -> Iterator[str]:
     yield from entries(prefix)
 
 
+def tracked(prefix: str, **_: Any) -> Iterator[str]:
+    """Processes that track themselves, and files of samples."""
+    from jaxmem.monitor.published import everyone
+
+    yield from (str(found.pid) for found in everyone())
+    folder = Path(prefix) if prefix.endswith("/") else Path(prefix).parent
+    yield from map(str, sorted(folder.glob("*.jsonl")))
+
+
 def _functions(file: Path) -> list[str]:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))

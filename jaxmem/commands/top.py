@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
-from jaxmem.commands import exits, output, platform
+from jaxmem.commands import completion, exits, output, platform
 
 HELP = "show the memory of a running process that uses jaxmem.track, as it changes"
 ENDS = (
@@ -15,12 +15,13 @@ ENDS = (
 
 def add(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
+    process = parser.add_argument(
         "process",
         metavar="PID",
         nargs="?",
         help="a process, or a file that jaxmem.track(jsonl=...) writes; default: all that track",
     )
+    completion.completed(process, completion.tracked)
     parser.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="default: 1")
     parser.add_argument(
         "--once",

@@ -329,6 +329,11 @@ class Plan(Displayed):
         """
         data = parse(text)
         version = data.get("schema_version") if isinstance(data, Mapping) else type(data).__name__
+        if isinstance(data, Mapping) and "buffers" in data and "rounds" not in data:
+            raise PlanMismatchError(
+                "this is a report, such as jaxmem analyze writes, and not a plan: jaxmem plan "
+                "train:entry -o plan.json, or plan.save(path), writes one."
+            )
         if isinstance(version, bool) or version != SCHEMA_VERSION:
             raise PlanMismatchError(
                 f"plan has schema version {version!r}, this jaxmem reads {SCHEMA_VERSION}. {AGAIN}"

@@ -201,6 +201,11 @@ class MemoryReport(Displayed):
         """
         data = parse(text, _REPORT)
         version = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+        if isinstance(data, dict) and "rounds" in data and "buffers" not in data:
+            raise ReportError(
+                "this is a plan, and not a report: jaxmem analyze train:entry -o report.json, or "
+                "report.to_json(), writes one."
+            )
         if isinstance(version, bool) or version != SCHEMA_VERSION:
             raise ReportError(
                 f"report has schema version {version!r}, this jaxmem reads {SCHEMA_VERSION}. "

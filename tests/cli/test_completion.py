@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxmem
 from jaxmem import cli
 from jaxmem.commands import completion
 
@@ -66,6 +67,15 @@ def test_what_is_offered(workplace, line, offered, withheld):
     found = {word.strip() for word in completions(line)}
     assert offered <= found
     assert not withheld & found
+
+
+def test_top_offers_what_tracks_itself_and_files_of_samples(workplace, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path / "cache"))
+    (workplace / "run.jsonl").touch()
+    with jaxmem.track("epoch"):
+        found = {word.strip() for word in completions("jaxmem top ")}
+        assert {str(os.getpid()), "run.jsonl"} <= found
+        assert str(os.getpid()) in {w.strip() for w in completions(f"jaxmem top {os.getpid()}")}
 
 
 @pytest.mark.parametrize("prefix", ["no/such/folder/", "broken.py:", "none.py:", "train.py:x:"])

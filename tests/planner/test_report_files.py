@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem
-from jaxmem.errors import ReportError
+from jaxmem.errors import PlanMismatchError, ReportError
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.planner.tracing import trace_of
 from tests.show import samples
@@ -44,6 +44,14 @@ def test_json_both_ways():
     inner = report()
     whole = replace(report(), source="compiled", predicted=inner, notes=("a",))
     assert MemoryReport.from_json(whole.to_json()) == whole
+
+
+def test_a_plan_and_a_report_that_were_mixed_up_are_told_apart():
+    plan = jaxmem.plan(jnp.sin, jnp.ones(8), progress=False)
+    with pytest.raises(ReportError, match="this is a plan, and not a report: jaxmem analyze"):
+        MemoryReport.from_json(plan.to_json())
+    with pytest.raises(PlanMismatchError, match=r"this is a report, .* jaxmem plan"):
+        jaxmem.Plan.from_json(report().to_json())
 
 
 @pytest.mark.parametrize(
