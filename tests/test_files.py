@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -44,6 +47,39 @@ def test_what_fails_half_way_leaves_nothing_new(tmp_path: Path):
         out.write("half")
         raise KeyboardInterrupt
     assert only(tmp_path) == []
+
+
+def test_what_a_killed_process_leaves_goes_with_the_next_write(tmp_path: Path):
+    """And what another one still writes, to this file or to another, stays."""
+    killed = """
+import os, signal, sys
+from jaxmem.files import replacing
+with replacing(sys.argv[1]) as out:
+    out.write("half")
+    out.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    file, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    root = Path(__file__).parent.parent
+    for path in (file, other):
+        command = [sys.executable, "-c", killed, str(path)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+    left = only(tmp_path)
+    assert len(left) == 2 and all(name.startswith(".jaxmem-") for name in left)
+    with replacing(file) as first:
+        first.write("first")
+        assert left[0] in only(tmp_path) and left[1] in only(tmp_path), "they may be written yet"
+        for part in only(tmp_path):
+            os.utime(tmp_path / part, (0, 0))
+        with replacing(file) as second:
+            second.write("second")
+        assert file.read_text() == "second"
+    assert file.read_text() == "first"
+    assert len(only(tmp_path)) == 2, "the other file's part is left to whoever writes that"
+    with replacing(other) as out:
+        out.write("whole")
+    assert only(tmp_path) == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
