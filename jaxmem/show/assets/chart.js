@@ -476,6 +476,8 @@ function paintLimits(plot, report, top) {
   const x = plot.valToPos(at + 0.5, "x", true);
   if (x < bbox.left || x > right) return;
   line(ctx, bbox.left, y(peak), right, y(peak), color("text"), [1, 3]);
+  // A peak of one operation of hundreds is narrower than a pixel: the stem shows where it stands.
+  line(ctx, x, y(peak), x, bbox.top + bbox.height, color("text"), []);
   ctx.beginPath();
   ctx.arc(x, y(peak), 4.5 * pixel, 0, 7);
   ctx.fillStyle = color("text");

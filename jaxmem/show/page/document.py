@@ -43,7 +43,8 @@ def document(
     if subject is None:
         raise ArgumentError("there is nothing to show: give a report, a plan or a frontier")
     if before is None:
-        shown = [("Planned" if plan else "As written", report)]
+        # A report alone does not say whether it is of the step as written or as planned.
+        shown = [("Planned" if plan else "The step", report)]
     else:
         shown = [("As written", before), ("Planned" if plan else "After", report)]
     reports = [(label, part) for label, part in shown if part is not None]

@@ -181,6 +181,13 @@ def test_the_first_line_says_whether_it_fits(made, verdict, tone):
     assert text.startswith(verdict)
 
 
+def test_a_report_alone_is_not_said_to_be_of_the_step_as_written():
+    """It may be of a planned one: it does not say."""
+    alone, planned = document(report()), document(report(), plan=plan())
+    assert '"The step"' in alone and "As written" not in alone
+    assert '"Planned"' in planned
+
+
 def test_the_head_says_what_fills_the_peak():
     page = document(report())
     assert (
