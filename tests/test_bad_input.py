@@ -85,6 +85,14 @@ def test_an_absent_gpu_may_be_given_more_than_is_counted_on_and_it_is_told(gib, 
         jaxmem.fit(double, budget="39.5GiB", target="a100-40", progress=False).plan(half)
 
 
+def test_a_budget_that_an_absent_gpu_may_be_given_is_named_as_one():
+    half = jax.ShapeDtypeStruct((int(18.9 * 2**28),), jnp.float32)
+    fitted = jaxmem.fit(double, target="a100-40", progress=False)
+    with pytest.raises(jaxmem.BudgetInfeasibleError, match=r'Use budget="37\.8') as caught:
+        fitted.plan(half)
+    jaxmem.fit(double, budget=caught.value.smallest_bytes, target="a100-40").plan(half)
+
+
 def test_an_argument_bigger_than_the_budget_is_named():
     said = []
     fitted = jaxmem.fit(double, budget=8 * KIB, progress=said.append)

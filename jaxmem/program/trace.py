@@ -208,8 +208,12 @@ def _inlinable(eqn: jex.JaxprEqn) -> Any | None:
 
 
 def _fingerprint(closed: jex.ClosedJaxpr) -> str:
-    """Hash of the printed program; addresses of Python objects in it are not part of it."""
-    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    """Hash of the printed program; addresses of Python objects in it are not part of it.
+
+    Nor are colours: JAX prints programs in them where standard output is a terminal or a notebook,
+    and a plan that was made elsewhere would be one for another program there.
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m|0x[0-9a-f]+", "", str(closed.jaxpr))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

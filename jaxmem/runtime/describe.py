@@ -311,7 +311,7 @@ def infeasible(
     held = ", ".join(f"{h.name} ({format_bytes(h.nbytes)}, {h.kind})" for h in found[:_NAMED])
     use = f'budget="{format_budget(smallest_bytes)}"'
     if smallest_bytes > device_bytes:
-        use = f"a target with more than {format_bytes(device_bytes)} on each device"
+        use = f"a target with {format_bytes(smallest_bytes)} or more on each device"
     lines = [
         f"no plan fits budget={format_bytes(budget_bytes)} on {target}{why}: the smallest peak "
         f"found for {program.name} is {format_bytes(smallest_bytes)}.",

@@ -21,7 +21,7 @@ from jaxmem.runtime.tries import MOST_COMPILES, Outcome, Tries
 from jaxmem.targets.compiling import (
     Compiled,
     memory_schedules,
-    usable_bytes,
+    most_bytes,
 )
 from jaxmem.units import format_bytes
 
@@ -394,7 +394,7 @@ class _Rounds(Tries):
             smallest,
             holders,
             reason,
-            device_bytes=usable_bytes(compiler.target),
+            device_bytes=most_bytes(compiler.target),
             recomputed=solution is not None,
         )
         error = BudgetInfeasibleError(

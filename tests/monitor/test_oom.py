@@ -348,6 +348,7 @@ def test_a_program_that_did_not_compile_shows_the_buffers_that_xla_lists():
     assert explanation.where == "compile"
     assert "net.py:7" in str(explanation)
     assert "while it was compiled" in explanation.headline
+    assert not any("in pieces" in note for note in explanation.notes), "nothing was allocated"
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,19 @@ def test_another_program_has_another_fingerprint(change):
     assert program(step, jnp.ones((4, 5)), X).fingerprint != same
 
 
+def test_a_program_printed_in_colours_has_the_same_fingerprint(monkeypatch):
+    """As JAX prints it where standard output is a terminal or a notebook."""
+
+    def loop(x):
+        return lax.scan(lambda y, row: (jnp.tanh(y + row), y), x[0], x)
+
+    printed = type(jax.make_jaxpr(loop)(X).jaxpr)
+    same = program(loop, X).fingerprint
+    monkeypatch.setattr(printed, "__str__", lambda it: it.pretty_print(use_color=True))
+    assert "\x1b[" in str(jax.make_jaxpr(loop)(X).jaxpr)
+    assert program(loop, X).fingerprint == same
+
+
 def test_callbacks_and_functions_do_not_change_the_fingerprint():
     def make():
         return lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), jnp.float32), x)

@@ -103,7 +103,7 @@ def _remarks(situation: Situation) -> Iterator[str]:
             f"{format_bytes(asked)} is more than the device has ({format_bytes(limit)}): nothing "
             "that is freed makes room for that. It has to be made in parts, or split over devices."
         )
-    elif asked <= free:
+    elif asked <= free and situation.told.where == "device":  # A compiler allocates nothing.
         yield (
             f"{format_bytes(free)} are free, but in pieces: none of {format_bytes(asked)}. "
             "Allocate what stays before what comes and goes, or try another allocator: "
