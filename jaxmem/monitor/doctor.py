@@ -229,8 +229,11 @@ def _check_rates(found: Diagnosis, fields: dict[str, Any], measure: bool) -> Non
     found.rates_assumed = tuple(
         n for n in found.rates if n not in made.flops and n not in made.rates
     )
+    if found.backend == "cpu":
+        found.rates_from += "; plans go by them where Target.local(measure=True) asks for that"
     if known.why:
-        found.notes.append(Problem(f"the rates are {known.why}", "JAXMEM_CACHE_DIR=a directory"))
+        way = measured.WHEN_FREE if made.crowded else "JAXMEM_CACHE_DIR=a directory"
+        found.notes.append(Problem(f"the rates are {known.why}", way))
     found.notes += [Problem(note, "the table's rate is used for it") for note in made.notes]
     for name, rate in {**made.flops, **made.rates}.items():
         expected = fields["flops"].get(name) or fields.get(name)

@@ -29,7 +29,7 @@ from jaxmem.targets import measuring
 
 # 2: what a device does that is nearly full is no longer kept.
 SCHEMA = 2
-_WHEN_FREE = "jaxmem doctor --measure, while the device is free, measures these and keeps them"
+WHEN_FREE = "jaxmem doctor --measure, while the device is free, measures these and keeps them"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LINKS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_bytes_per_second")
 _BYTES = ("hbm_bytes_per_second", *_LINKS, "d2d_bytes_per_second")
@@ -130,7 +130,7 @@ def _found(device: Any, fields: dict[str, Any], key: dict[str, Any], again: bool
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Found("assumed", why=f"measuring failed: {reason[:200]}")
     if not made.flops and not made.rates:
-        return Found("assumed", why="; ".join(made.notes))
+        return Found("assumed", why="; ".join([*made.notes, *_way_out(made)]))
     if made.crowded:
         why = "not kept for the next process, as too little of the device was free for all of it"
         return Found("measured", made, why=why)
@@ -168,7 +168,6 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
             others = [d for d in jax.local_devices() if d != device]
             peer = gauge.peer(others[0]) if others else None
     down, up, both = links or (None, None, None)
-    notes = [_WHEN_FREE] if gauge.crowded else []
     return Measurement(
         flops=flops,
         hbm_bytes_per_second=memory,
@@ -178,7 +177,7 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
         d2d_bytes_per_second=peer,
         when=datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
         seconds=round(time.perf_counter() - started, 2),
-        notes=(*gauge.notes, *notes),
+        notes=tuple(gauge.notes),
         crowded=gauge.crowded,
         part_seconds={part: round(seconds, 3) for part, seconds in gauge.seconds.items()},
     )
@@ -248,6 +247,10 @@ def store(path: Path, key: dict[str, Any], made: Measurement) -> None:
         raise
 
 
+def _way_out(made: Measurement) -> list[str]:
+    return [WHEN_FREE] if made.crowded else []
+
+
 def applied(fields: dict[str, Any], found: Found) -> dict[str, Any]:
     """The fields of a target with what was measured in the place of what was assumed."""
     made = found.measurement
@@ -258,5 +261,5 @@ def applied(fields: dict[str, Any], found: Found) -> dict[str, Any]:
     share = fields["devices_per_host"] if fields["platform"] == "cpu" else 1
     rates = {name: rate / share for name, rate in made.rates.items()}
     flops = {**fields["flops"], **{name: rate / share for name, rate in made.flops.items()}}
-    said = (made.summary, *made.notes, "the rest:")
+    said = (made.summary, *made.notes, *_way_out(made), "the rest:")
     return {**fields, **rates, "flops": flops, "sources": (*said, *fields["sources"])}

@@ -153,6 +153,13 @@ def test_rates_that_could_not_be_measured_or_kept_are_noted(monkeypatch):
     assert "read-only" in note.what and "JAXMEM_CACHE_DIR" in note.fix
 
 
+def test_a_crowded_device_is_to_be_measured_while_it_is_free(monkeypatch):
+    crowded = dataclasses.replace(MADE, crowded=True, notes=("float32 was not measured: ...",))
+    unkept = measured.Found("measured", crowded, why="not kept, as too little was free")
+    ways = [note.fix for note in with_rates(monkeypatch, unkept).notes]
+    assert measured.WHEN_FREE in ways and not any("JAXMEM_CACHE_DIR" in way for way in ways)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU is measured")
 def test_a_processor_is_measured_only_when_asked(monkeypatch):
     asked = []
@@ -166,6 +173,7 @@ def test_a_processor_is_measured_only_when_asked(monkeypatch):
     assert asked == [] and found.rates_from.startswith("rates assumed: 30 GFLOP/s")
     found = doctor.diagnose(measure=True)
     assert asked == [True] and found.rates_from.startswith("measured 2026-11-22")
+    assert "where Target.local(measure=True) asks for that" in found.rates_from
 
 
 def test_windows_and_missing_pinned_memory_are_notes(monkeypatch):

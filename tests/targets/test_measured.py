@@ -106,7 +106,7 @@ def test_what_a_crowded_device_does_is_not_kept(free_mib, cache, monkeypatch):
     """What fits beside a full device's state runs slower than what the device can do."""
     monkeypatch.setattr(measured.measuring, "free_bytes", lambda *_: free_mib * 2**20)
     found = rates_of(CPU, local.processor())
-    told = found.why if found.measurement is None else "; ".join(found.measurement.notes)
+    told = "; ".join(measured.applied(local.processor(), found)["sources"])
     assert (
         f"device memory was not measured: {free_mib} MiB of cpu are free, and it takes 192" in told
     )
