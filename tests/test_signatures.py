@@ -173,6 +173,23 @@ def test_results_that_are_constants_or_repeated():
     assert_same(jax.jit(step)(X), jaxmem.fit(step, budget="1MiB")(X), multiple=0)
 
 
+def test_gradients_of_integers_beside_a_lookup_are_planned_and_returned():
+    """The zeros of a float0 are like no number, and a lookup's gradient adds to zeros."""
+
+    def loss(table, rows):
+        return jnp.square(table[rows] * table[rows].sum()).mean()
+
+    def step(table, rows):
+        grads = jax.grad(loss, argnums=(0, 1), allow_int=True)(table, rows)
+        return table - grads[0], grads[1]
+
+    args = X, jnp.arange(4)
+    made, expected = jaxmem.fit(step, budget="1MiB")(*args), jax.jit(step)(*args)
+    assert_same(expected[0], made[0])
+    assert made[1].dtype == expected[1].dtype == jax.dtypes.float0
+    assert made[1].shape == (4,)
+
+
 def test_a_step_without_arguments_or_results():
     assert jaxmem.fit(lambda: jnp.arange(3), budget="1MiB")()[2] == 2
     assert jaxmem.fit(lambda x: None, budget="1MiB")(X) is None

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import jax
+
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing
 from jaxmem.program.primitives import Kind, kind_of
@@ -199,7 +201,7 @@ def _added_in_place(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[Op, Valu
     for op in ops:
         given = op.inputs[0] if op.inputs else None
         if op.name in _BROADCASTS and not op.barrier and not isinstance(given, Value):
-            if getattr(given, "val", None) == 0:
+            if _is_zero(given):
                 zeros.update(op.outputs)
         elif op.name in _SCATTERS and isinstance(given, Value) and given in zeros:
             result = op.outputs[0]
@@ -207,6 +209,12 @@ def _added_in_place(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[Op, Valu
             if len(reading) == 1 and result not in returned and reading[0].name in _ADDS:
                 added[op] = reading[0].outputs[0]
     return added
+
+
+def _is_zero(given: Atom | None) -> bool:
+    """Whether a literal is zero; that of an integer's gradient, a float0, is like nothing else."""
+    value = getattr(given, "val", None)
+    return getattr(value, "dtype", None) != jax.dtypes.float0 and value == 0
 
 
 def _renamed(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:

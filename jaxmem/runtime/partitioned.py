@@ -17,7 +17,17 @@ _COLLECTIVE = re.compile(
     r"collective-permute)(?P<half>-start)?\("
 )
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
-_BODY = re.compile(r" while\(.*\bbody=%?(?P<name>[\w.-]+)")
+_CALLED = re.compile(
+    r"\b(?:body|calls|to_apply|true_computation|false_computation)=%?(?P<name>[\w.-]+)|"
+    r"\bbranch_computations=\{(?P<names>[^}]*)\}"
+)
+# Who takes part, in the ways in which the compiler writes that down: {{0,1},{2,3}}, [2,4]<=[8] and
+# mesh['data'=2,'model'=4] {'model'}; 'model':(2)2 is a part of an axis.
+_GROUPS = re.compile(
+    r"\breplica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]<=|"
+    r"mesh\[(?P<mesh>[^\]]*)\][^{]*\{(?P<axes>[^}]*)\})"
+)
+_AXIS = re.compile(r"'(?P<name>[^']+)'(?::\(\d+\)(?P<part>\d+))?(?:=(?P<size>\d+))?")
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(?P<count>\d+)"')
 
 
@@ -25,24 +35,43 @@ def exchanged_bytes(text: str, devices: int) -> float:
     """What each of ``devices`` sends in all collectives of a compiled program, in all turns of its
     loops.
 
-    Where the program does not say how many take part in a collective, all do.
+    Where the program does not say who takes part in a collective, all do.
 
     >>> exchanged_bytes("%b = bf16[16]{0} all-gather(%a), dimensions={0}", 2)
     16.0
     """
-    # What each computation sends by itself; of which loop it is the body, where, and how often.
+    # What each computation sends by itself; what runs it, and how often at each time.
     own: dict[str, float] = {}
     turned: dict[str, tuple[str, int]] = {}
     inside = ""
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             inside = head["name"]
-        elif body := _BODY.search(line):
-            turns = _TURNS.search(line)
-            turned[body["name"]] = inside, int(turns["count"]) if turns else 1
-        elif found := _COLLECTIVE.search(line):
-            own[inside] = own.get(inside, 0.0) + _sent(found, devices)
+            continue
+        if found := _COLLECTIVE.search(line):
+            own[inside] = own.get(inside, 0.0) + _sent(found, _taking_part(line) or devices)
+        turns = _TURNS.search(line) if " while(" in line else None
+        for called in _CALLED.finditer(line):
+            names = [called["name"]] if called["name"] else called["names"].split(",")
+            for name in names:
+                turned[name.strip(" %")] = inside, int(turns["count"]) if turns else 1
     return sum(nbytes * _turns(name, turned) for name, nbytes in own.items())
+
+
+def _taking_part(line: str) -> int | None:
+    """How many devices take part in each group of a collective; ``None`` where that is all.
+
+    >>> _taking_part("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}, dim")
+    4
+    """
+    groups = _GROUPS.search(line)
+    if groups is None:
+        return None
+    if groups["axes"] is None:
+        return int(groups["size"] or 0) or len(groups["first"].split(","))
+    sizes = {axis["name"]: axis["size"] for axis in _AXIS.finditer(groups["mesh"])}
+    axes = _AXIS.finditer(groups["axes"])
+    return math.prod(int(axis["part"] or sizes[axis["name"]]) for axis in axes)
 
 
 def _turns(name: str, turned: Mapping[str, tuple[str, int]]) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.planner.schedule import Keep, Scheduler
-from jaxmem.planner.search import Search
+from jaxmem.planner.search import Search, Solution
 from jaxmem.program.calling import Caller
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.rewrite.emit import as_function
@@ -333,16 +333,9 @@ def test_a_backward_loop_waits_for_the_loss_and_for_what_ends_the_gradient_of_th
     everything = frozenset(c.name for c in outer.candidates)
     for kept in (frozenset(), everything):
         block = found.scheduler.schedule({outer.turn: kept, inner.turn: frozenset()})
-        maker = {value: op for op in block.ops for value in op.outputs}
-        *_, backward = (op for op in block.ops if op.loop is not None)
-        before, stack = set(), list(backward.values)
-        while stack:
-            op = maker.get(stack.pop())
-            if op is not None and op not in before:
-                before.add(op)
-                stack.extend(op.values)
+        before = _before_the_last_loop(block)
         (loss,) = (v for v in block.outputs if v.aval.shape == () and v.aval.dtype == jnp.float32)
-        assert maker[loss] in before
+        assert _makers(block)[loss] in before
         (of_embedding,) = (
             op
             for op in block.ops
@@ -350,3 +343,72 @@ def test_a_backward_loop_waits_for_the_loss_and_for_what_ends_the_gradient_of_th
             if op.name == "dot_general" and v.aval.shape == (5000, 128)
         )
         assert of_embedding in before
+
+
+def _before_the_last_loop(block: Block) -> set[Op]:
+    """What runs before the last loop can."""
+    maker = _makers(block)
+    *_, backward = (op for op in block.ops if op.loop is not None)
+    before, stack = set[Op](), list(backward.values)
+    while stack:
+        op = maker.get(stack.pop())
+        if op is not None and op not in before:
+            before.add(op)
+            stack.extend(op.values)
+    return before
+
+
+def _makers(block: Block) -> dict[Value, Op]:
+    return {value: op for op in block.ops for value in op.outputs}
+
+
+def _scanned(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params)
+    return (x**2).mean()
+
+
+_SCANNED = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 512, 512), (2048, 512))]
+
+
+def _nothing_kept(step, args, donated) -> tuple[Compiler, Solution]:
+    caller = Caller(step, donated)
+    compiler = Compiler(caller.trace(caller.take(args, {})).program, Target("h200"))
+    search = compiler.search
+    return compiler, search.evaluate({c.turn: frozenset() for c in search.choices})
+
+
+def test_a_backward_loop_does_not_wait_for_what_is_larger_than_what_it_is_made_of():
+    """A result that was there already took room which the loop could have had until then."""
+
+    def step(params, x):
+        def loss(params):
+            value = _scanned(params, x)
+            return value, jnp.broadcast_to(value, (4096, 512)) * x[0]
+
+        (value, wide), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, value, wide
+
+    compiler, found = _nothing_kept(step, _SCANNED, ())
+    block = compiler.block(found)
+    before = _before_the_last_loop(block)
+    _, value, wide = (_makers(block)[v] for v in block.outputs)
+    assert value in before
+    assert wide not in before
+
+
+def test_a_donated_argument_is_not_copied_because_a_loop_waits_for_what_takes_its_place():
+    def alone(params, x):
+        value, grads = jax.value_and_grad(_scanned)(params, x)
+        return grads, value
+
+    def step(params, x, memory):
+        kept = memory * 0.9 + 1.0
+        grads, value = alone(params, x)
+        return grads, value, kept, (memory * value).sum()
+
+    memory = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+    taken = []
+    for function, args, donated in ((alone, _SCANNED, ()), (step, [*_SCANNED, memory], (2,))):
+        compiler, found = _nothing_kept(function, args, donated)
+        taken.append(compiler.compile(found).memory.temp_bytes)
+    assert taken[1] - taken[0] < 0.1 * 4 * 4096 * 2048

@@ -49,6 +49,37 @@ def test_bytes_are_those_of_the_model_of_collectives(case: str, sent):
     assert exchanged_bytes(text_of(case), EIGHT) == sent.nbytes
 
 
+@pytest.mark.parametrize("axis, size", [("data", 2), ("model", 4)])
+def test_along_one_axis_of_a_mesh_only_its_devices_take_part(axis: str, size: int):
+    grid = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rows, whole = NamedSharding(grid, PartitionSpec(axis)), NamedSharding(grid, PartitionSpec())
+    columns = NamedSharding(grid, PartitionSpec(None, axis))
+    args = [shape(rows, SIZE, 8)]
+    gathered = compile_for("8xh100", lambda x: x * 2, args, out_shardings=whole).hlo_text()
+    args = [shape(columns, SIZE, 8), shape(rows, 8, 16)]
+    summed = compile_for("8xh100", jnp.matmul, args, out_shardings=whole).hlo_text()
+    assert exchanged_bytes(gathered, EIGHT) == gathering(4 * SIZE * 8, size).nbytes
+    assert exchanged_bytes(summed, EIGHT) == reducing(4 * SIZE * 16, size).nbytes
+
+
+@pytest.mark.parametrize(
+    "groups, share",
+    [
+        ("{}", 7 / 8),
+        ("{{0,1,2,3},{4,5,6,7}}", 3 / 4),
+        ("[4,2]<=[8]", 1 / 2),
+        ("[2,4]<=[4,2]T(1,0)", 3 / 4),
+        ("mesh['a'=2,'b'=4] {'b'}", 3 / 4),
+        ("mesh['a'=2,'b'=4] {'a','b'}", 7 / 8),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", 1 / 2),
+        ("mesh['a'=8] {'a':(2)4}", 3 / 4),
+    ],
+)
+def test_who_takes_part_is_read_however_it_is_written_down(groups: str, share: float):
+    text = f"  %c = f32[8,8]{{1,0}} all-gather(%a), replica_groups={groups}, dimensions={{0}}"
+    assert exchanged_bytes(text, EIGHT) == share * 256
+
+
 @pytest.mark.parametrize("start", ["", "-start"])
 @pytest.mark.parametrize(
     "kind, given, made, sent",
@@ -99,6 +130,13 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 def test_what_is_in_a_loop_is_sent_in_each_of_its_turns():
     assert exchanged_bytes(LOOPS, 2) == 3 * 5 * 16 + 3 * 32 + 16
     assert exchanged_bytes(LOOPS.replace('{"known_trip_count":{"n":"5"}}', "{}"), 2) == 160
+
+
+def test_what_a_loop_runs_through_others_is_sent_in_each_of_its_turns():
+    inner = "  %g = f32[8]{0} all-gather(%p), channel_id=2, dimensions={0}"
+    run = "  %g = f32[8]{0} conditional(%p, %p), branch_computations={%some, %none}"
+    moved = LOOPS.replace(inner, run) + f"\n%some (p: f32[8]) -> f32[8] {{\n{inner}\n}}\n"
+    assert exchanged_bytes(moved, 2) == exchanged_bytes(LOOPS, 2)
 
 
 def test_a_loop_that_was_compiled_sends_as_often_as_it_turns():
