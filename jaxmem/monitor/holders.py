@@ -132,7 +132,7 @@ def variables_of(frame: types.FrameType) -> dict[str, Any]:
 def holdings(
     arrays: Sequence[Any],
     frames: Iterable[types.FrameType] = (),
-    most_seconds: float = _MOST_SECONDS,
+    most_seconds: float | None = None,
 ) -> tuple[Holding, ...]:
     """Who holds these arrays, largest first.
 
@@ -143,9 +143,9 @@ def holdings(
     Args:
         arrays: arrays that are alive.
         frames: where local variables are looked for.
-        most_seconds: when to stop looking.
+        most_seconds: when to stop looking; one by default.
     """
-    until = time.perf_counter() + most_seconds
+    until = time.perf_counter() + (_MOST_SECONDS if most_seconds is None else most_seconds)
     wanted = {id(array): array for array in arrays}
     found = _walk(wanted, _roots(frames), until)
     rest = [array for array in arrays if id(array) not in found]
