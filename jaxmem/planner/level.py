@@ -168,12 +168,36 @@ class Level:
         self.unsettled = [v for v in found if self.facts.needed_until.get(v, -1) >= index]
         waited = [v for v in self.unsettled if self._frees_from(v) < index]
         reads = [v for v in loop.values if self.made.get(v, -1) >= self.turn]
+        if ordered := self._of_loop_before(index):
+            waited += ordered
+            there = self.dropped | self.facts.numbers
+            reads = reads or [v for v in loop.values if v not in there]
         if not waited or not reads:
             return
         self.unsettled = [v for v in self.unsettled if v not in waited]
         ready = [self._as_read(v, index) for v in waited]
         first = min(reads, key=lambda v: v.nbytes)
         self._barrier(loop, [], list(dict.fromkeys([*ready, first])), "jaxmem.before")
+
+    def _of_loop_before(self, index: int) -> list[Value]:
+        """A result of the late loop before ``index``, where nothing else orders the two.
+
+        Of the loops of two gradients in one step, XLA ran those first that it could, and held what
+        each keeps for its backward pass: 862 MiB, and 668 in the order of the program.
+        """
+        last = next((n for n in range(index - 1, self.turn - 1, -1) if self.ops[n].loop), None)
+        if last is None:
+            return []
+        stack, seen = [index], {index}
+        while stack:
+            made = {self.made.get(v, -1) for v in self.ops[stack.pop()].values}
+            if last in made:
+                return []
+            stack += [n for n in made if n > last and n not in seen]
+            seen |= made
+        found = [v for v in self.ops[last].outputs if v not in self.dropped]
+        left = [v for v in found if self.facts.needed_until.get(v, -1) > index]
+        return sorted(left, key=lambda v: v.nbytes)[:1]
 
     def _frees_from(self, value: Value) -> float:
         """The operation after which ``value`` takes less than what is kept alive for it.

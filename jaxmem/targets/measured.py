@@ -50,7 +50,7 @@ class Measurement:
         seconds: how long it took.
         notes: what could not be measured, and why.
         part_seconds: how long each part took, and of that its data and its compile.
-        crowded: whether a part was left out as too little of the device was free.
+        crowded: whether a part was left out, or failed, as too little of the device was free.
     """
 
     flops: dict[str, float]
@@ -129,14 +129,14 @@ def _found(device: Any, fields: dict[str, Any], key: dict[str, Any], again: bool
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Found("assumed", why=f"measuring failed: {reason[:200]}")
+    # Of two processes that measured at the same time, both go on with what the first one kept.
+    if not again and (kept := load(path, key)):
+        return Found("cached", kept, path=str(path))
     if not made.flops and not made.rates:
         return Found("assumed", why="; ".join([*made.notes, *_way_out(made)]))
     if made.crowded:
         why = "not kept for the next process, as too little of the device was free for all of it"
         return Found("measured", made, why=why)
-    # Of two processes that measured at the same time, both go on with what the first one kept.
-    if not again and (kept := load(path, key)):
-        return Found("cached", kept, path=str(path))
     try:
         store(path, key, made)
     except OSError as error:

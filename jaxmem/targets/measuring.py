@@ -38,6 +38,7 @@ _GPU_MEMORY_BYTES, _CPU_MEMORY_BYTES = 512 * 2**20, 64 * 2**20
 _LINK_BYTES, _LINK_COPIES = 64 * 2**20, 4
 _GPU_KERNELS, _CPU_KERNELS = 8, 2
 _GPU_PRODUCTS = 4
+_HOST_LINK = "host link"
 # Random numbers are drawn once for so many elements, and then repeated.
 _DRAWN = 2**20
 
@@ -51,7 +52,7 @@ class Gauge:
 
     Attributes:
         notes: what could not be measured, and why.
-        crowded: whether something was left out as too little of the device is free.
+        crowded: whether something was left out, or failed, as too little of the device is free.
         seconds: how long each part took, such as ``"bfloat16"``, and of that what went before
             its runs: ``"bfloat16: data"`` and ``"bfloat16: compile"``.
     """
@@ -84,7 +85,7 @@ class Gauge:
 
     def links(self) -> tuple[float, float, float] | None:
         """Bytes a second to pinned host memory, from it, and each way while both run."""
-        return self._attempt("host link", self._links)
+        return self._attempt(_HOST_LINK, self._links)
 
     def peer(self, other: Any) -> float | None:
         """Bytes a second to another device of this process."""
@@ -104,6 +105,9 @@ class Gauge:
             # target's sources and the doctor pass it on, and the table's rate is used.
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.notes.append(f"{what} could not be measured: {reason[:200]}")
+            # Other processes have what this one's allocator takes for free. What may be pinned of
+            # the host's memory is the same tomorrow.
+            self.crowded |= what != _HOST_LINK and "RESOURCE_EXHAUSTED" in str(error)
             return None
 
     @contextlib.contextmanager

@@ -119,6 +119,24 @@ def test_what_a_crowded_device_does_is_not_kept(free_mib, cache, monkeypatch):
     assert cache.exists()
 
 
+@pytest.mark.parametrize("rates", [{}, {"flops": {}, **dict.fromkeys(measured._BYTES)}])
+def test_who_is_crowded_takes_what_another_process_kept_meanwhile(
+    rates, cache, counted, monkeypatch
+):
+    rates_of(CPU, {})
+    path = the_file(cache)
+    path.unlink()
+    forget(monkeypatch)
+
+    def measure(device, fields):
+        store(path, key_of(device), MADE)
+        return dataclasses.replace(MADE, **{"hbm_bytes_per_second": 1.0, "crowded": True, **rates})
+
+    monkeypatch.setattr(measured, "measure", measure)
+    found = rates_of(CPU, {})
+    assert found.how == "cached" and found.measurement == MADE
+
+
 def test_a_write_that_fails_leaves_the_old_file_whole(cache, monkeypatch):
     path = cache / "rates.json"
     store(path, {"n": 1}, MADE)

@@ -151,6 +151,17 @@ def test_what_fails_is_said_and_the_rest_is_measured(small, monkeypatch):
     assert gauge.notes == [
         "bfloat16 could not be measured: RESOURCE_EXHAUSTED: out of memory",
     ]
+    assert gauge.crowded, "another process had taken it"
+
+
+@pytest.mark.parametrize("why", ["INVALID_ARGUMENT: no such memory", "RESOURCE_EXHAUSTED: pinned"])
+def test_a_host_that_pins_nothing_is_no_crowded_device(why: str, monkeypatch):
+    def failing(self):
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(Gauge, "_links", failing)
+    gauge = Gauge(CPU, 2**32)
+    assert gauge.links() is None and gauge.notes and not gauge.crowded
 
 
 def test_a_device_that_is_full_is_left_alone():
