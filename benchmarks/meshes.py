@@ -7,8 +7,9 @@
 
 The mesh is all devices that are here, on one axis. Plain JAX is ``jax.jit`` of the same step with
 the same shardings, as FSDP is written by hand: as written, and with ``nothing_saveable`` around
-every layer. ``tight`` is the smallest budget that jaxmem finds for the step; it says whether one of
-the plain ways fits there. ``host`` has the optimizer's state in pinned host memory.
+every layer; ``constrained`` is the same with a sharding constraint on what every layer gets, which
+is written into the model. ``tight`` is the smallest budget that jaxmem finds for the step; it says
+whether one of the plain ways fits there. ``host`` has the optimizer's state in pinned host memory.
 
 Every row is a process of its own, because an allocator's peak is never reset: what is predicted and
 compiled for each device, the allocator's own peak, the largest of all devices, and the losses of
@@ -36,8 +37,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.timing import as_predicted
 
-ROWS = ("measure", "plain", "plain remat", "zero3", "tight", "zero1", "host")
-TIMED = ("plain", "plain remat", "zero3", "tight")
+ROWS = (
+    "measure",
+    "plain",
+    "plain remat",
+    "constrained",
+    "constrained remat",
+    "zero3",
+    "tight",
+    "zero1",
+    "host",
+)
+TIMED = ("plain", "plain remat", "constrained", "constrained remat", "zero3", "tight")
+PLAIN = ("plain", "constrained")
 # A bfloat16 net whose sums are taken in another order.
 LOSSES_WITHIN, PEAK_WITHIN = 5e-3, 0.05
 FIRST_STEPS = 3
@@ -126,14 +138,22 @@ class Work:
 
         return jax.jit(made, out_shardings=self.rows)()
 
-    def step(self, remat_policy: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def step(
+        self, remat_policy: Callable[..., Any] | None = None, constrained: bool = False
+    ) -> Callable[..., Any]:
         import jax
         import jax.numpy as jnp
         import optax
         from flax import nnx
 
         graph, _ = nnx.split(
-            nnx.eval_shape(lambda: self.model(self.config(remat_policy=remat_policy)))
+            nnx.eval_shape(
+                lambda: self.model(
+                    self.config(
+                        remat_policy=remat_policy, activations=self.rows if constrained else None
+                    )
+                )
+            )
         )
 
         def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -160,14 +180,17 @@ class Work:
             **settings,
         )
 
-    def plain(self, remat: bool) -> Any:
-        """FSDP by hand: the same specs for what comes in and what goes out."""
+    def plain(self, remat: bool, constrained: bool) -> Any:
+        """FSDP by hand: the same specs for what comes in and what goes out.
+
+        ``constrained`` has what blocks hand on split by the batch, too, which the model says.
+        """
         import jax
 
         layout = self.layouts["zero3"].shardings
         policy = jax.checkpoint_policies.nothing_saveable if remat else None
         return jax.jit(
-            self.step(policy),
+            self.step(policy, constrained),
             donate_argnums=0,
             in_shardings=(layout, self.rows),
             out_shardings=(layout, None),
@@ -178,8 +201,9 @@ def way(work: Work, name: str) -> tuple[Callable, dict[str, Any]]:
     """How a row runs, and what is known of it before it does."""
     import jaxmem
 
-    if name.startswith("plain"):
-        run = work.plain(name.endswith("remat")).lower(work.shapes, work.tokens()).compile()
+    if name.startswith(PLAIN):
+        plain = work.plain(name.endswith("remat"), name.startswith("constrained"))
+        run = plain.lower(work.shapes, work.tokens()).compile()
         memory = run.memory_analysis()
         total = memory.argument_size_in_bytes + memory.output_size_in_bytes
         total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
@@ -278,21 +302,21 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     work = Work(options)
-    tokens, runs, states = work.tokens(), {}, {}
-    for name in options.beside:
-        runs[name], states[name] = way(work, name)[0], work.state()
-    for name, run in runs.items():
+    runs = {name: way(work, name)[0] for name in options.beside}
+    # All of them take the same state, split alike: the next goes on where one stopped.
+    state, tokens = work.state(), work.tokens()
+    for run in runs.values():
         for _ in range(FIRST_STEPS):
-            states[name], loss = run(states[name], tokens)
-        jax.block_until_ready((states[name], loss))
+            state, loss = run(state, tokens)
+        jax.block_until_ready((state, loss))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for n in range(options.samples):
         # Each is first as often as last.
         for name in list(runs) if n % 2 else list(runs)[::-1]:
             started = time.perf_counter()
             for _ in range(options.steps):
-                states[name], loss = runs[name](states[name], tokens)
-            jax.block_until_ready((states[name], loss))
+                state, loss = runs[name](state, tokens)
+            jax.block_until_ready((state, loss))
             taken[name].append((time.perf_counter() - started) / options.steps)
     base = next(iter(taken))
     return {
@@ -338,14 +362,14 @@ def wrong(rows: dict[str, dict[str, Any]]) -> list[str]:
             its["losses_apart"] = apart
             if apart > LOSSES_WITHIN:
                 found.append(f"{name}: losses differ by {apart:.1e}")
-        if its.get("allocator_peak_bytes") and not name.startswith("plain"):
+        if its.get("allocator_peak_bytes") and not name.startswith(PLAIN):
             over = its["allocator_peak_bytes"] / its["compiled_bytes"] - 1
             its["allocator_over_compiled"] = over
             if over > PEAK_WITHIN:
                 found.append(f"{name}: the allocator's peak is {over:.1%} over what was compiled")
     if "compiled_bytes" in rows.get("tight", {}):
         budget = rows["tight"]["budget_bytes"]
-        plain = {n: its for n, its in rows.items() if n.startswith("plain") and "ms" in its}
+        plain = {n: its for n, its in rows.items() if n.startswith(PLAIN) and "ms" in its}
         rows["tight"]["plain_ways_that_fit"] = [
             name
             for name, its in plain.items()

@@ -101,5 +101,5 @@ def analyze(
     where = Target.resolve(target)
     with tracing_for(where), nnx.context((args, kwargs)):
         program = caller.trace(caller.take(args, kwargs)).program
-    compiler = Compiler(program, where)
+    compiler = Compiler(program, where, pinned=False)
     return report_on(compiler.program, where, compiler.block(None), compiler.keep_all())

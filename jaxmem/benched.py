@@ -91,15 +91,16 @@ def _of_step(step: FittedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             with telling as report, tracing_for(target):
                 written = _written(step, call, traced, outcome)
                 report("compiling the step as written")
-                plain = Chosen(None, Compiler(written.program, target).keep_all(), 0)
+                plain = Chosen(None, Compiler(written.program, target, pinned=False).keep_all(), 0)
                 planned = Chosen(None, outcome.compiled, outcome.plan.predicted_bytes)
                 report("running both programs")
                 return _timed(bench, (written, plain), (traced, planned), outcome, target)
 
 
 def _written(step: FittedStep, call: Any, traced: Traced, outcome: Outcome) -> Traced:
-    """The step without microbatches that the planner chose."""
-    return traced if outcome.plan.microbatches == 1 else step._caller.trace(call, 1)
+    """The step without microbatches that the planner chose, and split as the compiler splits it."""
+    as_it_is = outcome.plan.microbatches == 1 and not outcome.plan.pinned
+    return traced if as_it_is else step._caller.trace(call, 1)
 
 
 def _timed(

@@ -152,7 +152,12 @@ class Planning:
     ) -> tuple[Traced, Outcome]:
         """Plan for a target, or follow a plan."""
         deadline = Deadline(math.inf if self.time_limit is None else self.time_limit)
-        settings = {"check": bool(self.verify), "policy": self.policy, "deadline": deadline}
+        settings: dict[str, Any] = {
+            "check": bool(self.verify),
+            "policy": self.policy,
+            "deadline": deadline,
+            "pinned": None if given is None else given.pinned,
+        }
         compiler_of = functools.partial(Compiler, target=target, **settings)
         bench = Bench(call, target) if self.measure else None
         if bench is not None:

@@ -102,8 +102,8 @@ def one_scale() -> None:
         return accumulated
 
     params, rows = first_state()["params"], np.zeros((4096, WIDTH), np.float32)
-    options, agreed = {"mesh": mesh(), "shard": ()}, compiler._OTHER_PARTS
-    compiler._OTHER_PARTS = 1.0
+    options, agreed = {"mesh": mesh(), "shard": ()}, compiler.OTHER_PARTS
+    compiler.OTHER_PARTS = 1.0
     try:
         written = fit(counted(1), **options)
         plan = written.plan(params, rows)
@@ -114,7 +114,7 @@ def one_scale() -> None:
         budget = int(0.9 * plan.compiled_bytes)
         chosen = fit(counted(jaxmem.AUTO), budget=budget, **options).plan(params, rows)
     finally:
-        compiler._OTHER_PARTS = agreed
+        compiler.OTHER_PARTS = agreed
     assert chosen.rounds[0].predicted_bytes == plan.predicted_bytes
     assert chosen.compiled_bytes <= budget
 

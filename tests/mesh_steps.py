@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmem
+from tests import embedded_nets
 from tests.problems import PROBLEMS, assert_same
 
 P = PartitionSpec
@@ -221,7 +222,7 @@ def placing() -> None:
     fitted = fit(step, mesh=over, shard="zero1")
     placed, batch = fitted.place(first_state(), X)
     assert placed["params"][0]["up"].sharding == NamedSharding(over, P())
-    assert placed["opt_state"][0].mu[0]["up"].sharding == NamedSharding(over, P(None, "data"))
+    assert placed["opt_state"][0].mu[0]["up"].sharding == NamedSharding(over, P("data"))
     assert batch.sharding == NamedSharding(over, P("data"))
     expected = jax.jit(step)(first_state(), X)
     assert_same(expected, fitted(placed, batch))
@@ -301,6 +302,27 @@ def specs_and_metadata() -> None:
         assert_same(nnx.to_pure_dict(nnx.state(theirs)), nnx.to_pure_dict(nnx.state(ours)))
 
 
+def told_how_to_split() -> None:
+    """Where the compiler is told how to split products, results are those of one device.
+
+    Followed, a plan that says so compiles to the same.
+    """
+    args = (embedded_nets.shapes(), embedded_nets.tokens())
+    options = {"mesh": mesh(), "shard": "zero3"}
+    written = fit(embedded_nets.step, **options).plan(*args)
+    for more in ({"verify": "full"}, {"budget": int(0.8 * written.compiled_bytes)}):
+        fitted = fit(embedded_nets.step, **options, **more)
+        params, expected = embedded_nets.params(), embedded_nets.params()
+        for _ in range(2):
+            params, value = fitted(params, args[1])
+            expected, expected_value = jax.jit(embedded_nets.step)(expected, args[1])
+            assert_same((expected, expected_value), (params, value))
+        assert fitted.plan(*args).pinned
+        assert len(fitted._outcomes) == 1
+    followed = fit(embedded_nets.step, plan=written, **options).plan(*args)
+    assert followed.compiled_bytes == written.compiled_bytes
+
+
 def plans_again() -> None:
     """A plan is for its mesh and its rules, on devices that are there or not."""
     import tempfile
@@ -374,6 +396,7 @@ def wrong_uses() -> None:
 
 
 CHECKS = {
+    "told how to split": told_how_to_split,
     "named rules": named_rules,
     "tensor parallel": tensor_parallel,
     "axis types": axis_types,

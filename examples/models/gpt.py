@@ -32,6 +32,8 @@ class GPTConfig:
             attention, on NVIDIA GPUs and in half precision only.
         remat_policy: a policy of ``jax.checkpoint_policies`` that says what each block saves for
             the backward pass; the rest it computes again. ``None`` saves all of it.
+        activations: the sharding of what blocks hand on, where a mesh is to have it in one
+            (``jax.lax.with_sharding_constraint``); ``None`` leaves it to the compiler.
     """
 
     vocab_size: int = 256
@@ -45,6 +47,7 @@ class GPTConfig:
     dropout: float = 0.0
     attention: str = "xla"
     remat_policy: Callable[..., Any] | None = None
+    activations: jax.sharding.Sharding | None = None
 
 
 class Attention(nnx.Module):
@@ -88,8 +91,11 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+        self.activations = config.activations
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.activations is not None:
+            x = jax.lax.with_sharding_constraint(x, self.activations)
         x = checkpoint_name(x, "block_in")
         with jax.named_scope("attention"):
             x = x + self.dropout(self.attention(self.attention_norm(x)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.explain import Explanation
     from jaxmem.planner.frontier import Frontier
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -231,6 +231,8 @@ class Plan(Displayed):
             only copies to and from the host ran; ``None`` where nothing was timed or copied.
         mesh: names and sizes of the axes that arguments are laid out over; empty for one device.
         split: the argument leaves that are split over it: their paths, and how.
+        pinned: whether the compiler is told to split what products give as batches are; it would
+            have devices exchange activations where parameters are less.
     """
 
     function: str
@@ -268,6 +270,7 @@ class Plan(Displayed):
     measured_exposed_seconds: float | None = None
     mesh: tuple[tuple[str, int], ...] = ()
     split: tuple[tuple[str, str], ...] = ()
+    pinned: bool = False
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property

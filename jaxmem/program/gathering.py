@@ -7,17 +7,16 @@ value of the program it is kept, or gathered again, like any other.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.program.exchange import gathered
 from jaxmem.program.ir import Atom, Block, Op, Program, Value
 from jaxmem.program.layout import Layout
+from jaxmem.program.pinning import constraint
 from jaxmem.program.primitives import Kind, kind_of
 
 _SAME = frozenset("convert_element_type reshape squeeze transpose".split())
@@ -80,7 +79,8 @@ def _with_constraints(op: Op, weights: set[Value], mesh: Any, ops: list[Op], mad
         key = (value, layout)
         if key not in made:
             made[key] = Value(value.aval, f"{value.key}.gathered{len(made)}", layout=layout)
-            eqn = _constraint(value, layout, mesh)
+            names = [tuple(name for name, _ in axes) or None for axes in layout.axes]
+            eqn = constraint(value.aval, NamedSharding(mesh, PartitionSpec(*names)))
             placed = eqn.replace(source_info=op.eqn.source_info, ctx=op.eqn.ctx)
             ops.append(Op(placed, (value,), (made[key],)))
         stands[value] = made[key]
@@ -88,11 +88,3 @@ def _with_constraints(op: Op, weights: set[Value], mesh: Any, ops: list[Op], mad
         return op
     inputs = tuple(stands.get(a, a) if isinstance(a, Value) else a for a in op.inputs)
     return Op(op.eqn, inputs, op.outputs)
-
-
-def _constraint(value: Value, layout: Layout, mesh: Any) -> Any:
-    names = [tuple(name for name, _ in axes) or None for axes in layout.axes]
-    asked = NamedSharding(mesh, PartitionSpec(*names))
-    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=asked)
-    (eqn,) = jax.make_jaxpr(constrain)(value.aval).eqns
-    return eqn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import re
@@ -10,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding
 
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Leaf, Loop, Op, Program, Value
+from jaxmem.program.pinning import constraint
 from jaxmem.program.primitives import inner_jaxprs
 from jaxmem.program.rectified import Rectified
 
@@ -156,9 +155,7 @@ class _Reader:
         for n, (atom, sharding) in enumerate(zip(atoms, shardings, strict=False)):
             if not _specified(sharding) or sharding.num_devices == 1:
                 continue
-            constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
-            traced = jax.make_jaxpr(constrain)(atom.aval).eqns[0]
-            result = self.new(atom.aval)
+            result, traced = self.new(atom.aval), constraint(atom.aval, sharding)
             ops.append(Op(traced.replace(source_info=eqn.source_info), (atom,), (result,)))
             laid[n] = result
         return laid

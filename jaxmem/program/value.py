@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax.extend import core as jex
+from jax.sharding import NamedSharding
 
 from jaxmem.program.layout import Layout
 
@@ -19,9 +20,10 @@ class Value:
         host: whether it is in host memory.
         layout: how it is split over several devices; ``None`` where each has all of it, or where
             that is not known (:mod:`jaxmem.runtime.layouts`).
+        pinned: the sharding that the compiler is told to give it; ``None`` where it chooses.
     """
 
-    __slots__ = ("aval", "host", "key", "layout", "nbytes")
+    __slots__ = ("aval", "host", "key", "layout", "nbytes", "pinned")
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Value:
         self.aval = aval
         self.key = key
         self.host = host
+        self.pinned: NamedSharding | None = None
         self.lay_out(layout)
 
     def lay_out(self, layout: Layout | None) -> None:
@@ -62,7 +65,7 @@ class Value:
         """A new value of the same shape and dtype: what a recomputation produces."""
         made = Value.__new__(Value)
         made.aval, made.key, made.nbytes, made.host = self.aval, None, self.nbytes, self.host
-        made.layout = self.layout
+        made.layout, made.pinned = self.layout, self.pinned
         return made
 
     def stack(self, length: int, key: str | None = None) -> Value:

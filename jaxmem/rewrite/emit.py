@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
+from jaxmem.program.pinning import constraint, has_pins
 from jaxmem.rewrite.fetching import run_fetching
 
 _MEMORY = {"send": jax.memory.Space.Host, "fetch": jax.memory.Space.Device}
@@ -21,13 +22,14 @@ _TRANSFERS = {
 _BARRIER = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier((x,)))(0.0).eqns[0]
 
 
-def as_function(block: Block) -> Callable[..., list[Any]]:
+def as_function(block: Block, *, pinned: bool = True) -> Callable[..., list[Any]]:
     """A function of the block's inputs that returns its outputs.
 
-    Equations are run as data by ``jax.core.eval_jaxpr``; only loops whose body changed are made
-    anew, with ``jax.lax.scan``.
+    Equations are run as data by ``jax.core.eval_jaxpr``; only loops whose body changed, or has
+    values that are pinned, are made anew, with ``jax.lax.scan``. Without ``pinned`` a block as it
+    was traced leaves it to the compiler how values are split.
     """
-    segments = _segments(block)
+    segments = _segments(block, pinned)
 
     def run(*args: Any) -> list[Any]:
         env: dict[Value, Any] = dict(zip(block.inputs, args, strict=True))
@@ -42,22 +44,23 @@ def _get(env: dict[Value, Any], atom: Atom) -> Any:
     return env[atom] if isinstance(atom, Value) else atom.val
 
 
-def _segments(block: Block) -> list[Callable[[dict[Value, Any]], None]]:
+def _segments(block: Block, pinned: bool) -> list[Callable[[dict[Value, Any]], None]]:
     """Runs of plain operations, and the rewritten loops between them."""
     last_read = _last_reads(block)
     segments: list[Callable[[dict[Value, Any]], None]] = []
     pending: list[Op] = []
     start = 0
     for index, op in enumerate(block.ops):
-        if op.loop is None or not op.loop.rewritten:
+        anew = op.loop is not None and (op.loop.rewritten or (pinned and has_pins(op.loop.body)))
+        if not anew:
             pending.append(op)
             continue
         if pending:
-            segments.append(_straight(pending, last_read, start + len(pending)))
+            segments.append(_straight(pending, last_read, start + len(pending), pinned))
         segments.append(_loop(op))
         pending, start = [], index + 1
     if pending:
-        segments.append(_straight(pending, last_read, start + len(pending)))
+        segments.append(_straight(pending, last_read, start + len(pending), pinned))
     return segments
 
 
@@ -73,7 +76,7 @@ def _last_reads(block: Block) -> dict[Value, int]:
 
 
 def _straight(
-    ops: Sequence[Op], last_read: dict[Value, int], end: int
+    ops: Sequence[Op], last_read: dict[Value, int], end: int, pinned: bool
 ) -> Callable[[dict[Value, Any]], None]:
     """A run of plain operations as one list of equations, evaluated in one go."""
     variables: dict[Value, jex.Var] = {}
@@ -89,10 +92,14 @@ def _straight(
     equations, made = [], []
     for op in ops:
         invars = [variable(a) if isinstance(a, Value) else a for a in op.inputs]
-        for value in op.outputs:
-            variables[value] = jex.Var(value.aval)
+        plain = [jex.Var(v.aval) for v in op.outputs]
+        equations.append(_equation(op, invars, plain))
+        for value, result in zip(op.outputs, plain, strict=True):
+            variables[value] = result
             made.append(value)
-        equations.append(_equation(op, invars, [variables[v] for v in op.outputs]))
+            if pinned and value.pinned is not None:
+                variables[value] = jex.Var(value.aval)
+                equations.append(_pinned(op, value, result, variables[value]))
     given = [variables[v] for v in taken]
     results = [v for v in made if last_read.get(v, -1) >= end]
     outvars = [variables[v] for v in results]
@@ -110,6 +117,16 @@ def _equation(op: Op, invars: list[Any], outvars: list[jex.Var]) -> jex.JaxprEqn
     if added is not None:
         eqn = eqn.replace(primitive=added.primitive, params=added.params, effects=added.effects)
     return _compat.with_name(eqn, op.recompute) if op.recompute else eqn
+
+
+def _pinned(op: Op, value: Value, result: jex.Var, name: jex.Var) -> jex.JaxprEqn:
+    """Gives a result the sharding that it is to have."""
+    made = _constraint(value.aval, value.pinned)
+    source = op.eqn.source_info
+    return made.replace(invars=[result], outvars=[name], source_info=source, ctx=op.eqn.ctx)
+
+
+_constraint = functools.cache(constraint)
 
 
 def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:

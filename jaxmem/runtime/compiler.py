@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-from jax.sharding import NamedSharding
 
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
-from jaxmem.planner.simulate import Simulator
 from jaxmem.policies import Policy
 from jaxmem.program.cost import Rates
-from jaxmem.program.exchange import sent_bytes
 from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
+from jaxmem.program.pinning import has_pins
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
-from jaxmem.runtime.layouts import lay_out
-from jaxmem.runtime.partitioned import exchanged_bytes
+from jaxmem.runtime.splitting import OTHER_PARTS, split
 from jaxmem.targets import table
 from jaxmem.targets.compiling import (
     Compiled,
@@ -70,11 +66,6 @@ def _beside(target: Target) -> float:
     return 14.4e-12 * 735e12 / target.flops_per_second("bfloat16")
 
 
-# Where the compiler's temporaries are so many times those on paper, or as much less, it splits
-# arrays otherwise: order alone makes 1.4 times of a tensor-parallel step as written.
-_OTHER_PARTS = 1.6
-
-
 @dataclass(frozen=True, eq=False)
 class Attempt:
     """A schedule that was compiled; ``problem`` says what the compiler undid of it, if anything."""
@@ -108,6 +99,8 @@ class Compiler:
         most_smallest: of the smallest programs as many are compiled, trials included.
         order: the compiler options of every schedule; ``None`` leaves them to the trials.
         budget_bytes: what schedules over several GPUs are to fit; ``None`` for the device.
+        pinned: whether the compiler is told how to split what products give, over a mesh
+            (:mod:`jaxmem.program.pinning`); given ``None``, that is found out.
     """
 
     program: Program
@@ -118,52 +111,25 @@ class Compiler:
     most_smallest: int = MOST_SMALLEST
     order: Mapping[str, str] | None = None
     budget_bytes: int | None = None
+    pinned: bool | None = None
     search: Search = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
-    _as_written: Compiled | None = field(default=None, init=False)
 
     def __post_init__(self):
         given = self.program
-        lay_out(given, self.target, self._nearest)
-        self.program = with_gathered(given)
-        if self._as_written is not None and self.program is given:
-            # Laying it out had it compiled, and nothing was put in since.
-            self._compiled[None, ()] = self._as_written
-        self._as_written = None
         rates = rates_of(self.target)
+        compiled = split(given, self.target, rates, self.pinned)
+        self.program = with_gathered(given)
+        self.pinned = has_pins(given.block)
+        if compiled is not None and self.program is given:
+            # Splitting it had it compiled, and nothing was put in since.
+            self._compiled[None, ()] = compiled
         host = self.target.platform == "cpu"
         self.search = Search(
             self.program, rates, host=host, policy=self.policy, deadline=self.deadline
         )
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
-
-    def _nearest(self, ways: Sequence[Callable[[], None]]) -> int:
-        """Which way to lay out values says what the compiler says of the step as written.
-
-        Bytes do where the ways differ in them by more than order does, and otherwise what devices
-        send: half of an array is half in every direction, but other collectives go with it.
-        """
-        taken, sent = [], []
-        for lay in ways:
-            lay()
-            block = with_gathered(self.program).block
-            taken.append(Simulator(rates_of(self.target)).step(block).temp_bytes)
-            sent.append(sent_bytes(self.program.block))
-        written = self._as_written = self._compiled_as_written()
-        if max(taken) > _OTHER_PARTS * max(1, min(taken)):
-            return nearest(taken, written.memory.temp_bytes)
-        devices = [s.mesh.size for s in self.program.shardings if isinstance(s, NamedSharding)]
-        return nearest(sent, exchanged_bytes(written.hlo_text(), max(devices)))
-
-    def _compiled_as_written(self) -> Compiled:
-        return compile_for(
-            self.target,
-            as_function(compilable(self.program.block, self.target)),
-            self.program.avals(),
-            donate=self.program.donated,
-            out_shardings=self.program.out_shardings(),
-        )
 
     @property
     def compiles(self) -> int:
@@ -246,6 +212,7 @@ class Compiler:
             self.check,
             deadline=self.deadline,
             budget_bytes=self.budget_bytes,
+            pinned=self.pinned,
             _compiled=self._compiled,
         )
 
@@ -263,7 +230,7 @@ class Compiler:
         if not self.program.sharded or not simulated:
             return 1.0
         found = max(self.keep_all().memory.temp_bytes, 1) / simulated
-        agrees = 1 / _OTHER_PARTS <= found <= _OTHER_PARTS
+        agrees = 1 / OTHER_PARTS <= found <= OTHER_PARTS
         return 1.0 if agrees and self.program.is_counted else found
 
     def attempt(self, solution: Solution, *, options: Mapping[str, str] | None = None) -> Attempt:
@@ -321,13 +288,3 @@ class Compiler:
                 return
             tried.add(solution.key)
             yield self.attempt_least(solution)
-
-
-def nearest(counted: Sequence[float], told: float) -> int:
-    """The number of the count that is nearest to what is told, by their ratio; the first of equals.
-
-    >>> nearest([100, 2500, 1e6], 2000)
-    1
-    """
-    off = [abs(math.log(max(1.0, each) / max(1.0, told))) for each in counted]
-    return off.index(min(off))

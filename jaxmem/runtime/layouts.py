@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,9 +34,21 @@ _AXIS = re.compile(r'"(?P<name>[^"]+)"(?::\((?P<before>\d+)\)(?P<part>\d+))?(?:=
 _SHARDING = re.compile(r"<@(?P<mesh>[^,]+), \[(?P<dims>.*?)\]")
 
 
-def lay_out(
-    program: Program, target: Target, nearest: Callable[[Sequence[Callable[[], None]]], int]
-) -> None:
+@dataclass(frozen=True)
+class Way:
+    """One way to split all values of a step.
+
+    Attributes:
+        lay: tells the values.
+        axes: of the mesh, along which batches are split: their layouts spread before those of
+            state; empty where all spread alike.
+    """
+
+    lay: Callable[[], None]
+    axes: frozenset[str]
+
+
+def lay_out(program: Program, target: Target, choose: Callable[[Sequence[Way]], int]) -> None:
     """Tell every value of a step over several devices how it is split.
 
     Nothing happens where that is known already, where no argument is split, and where Shardy is off
@@ -45,8 +57,8 @@ def lay_out(
     Args:
         program: the step; its values are changed.
         target: what it is compiled for.
-        nearest: of several ways to lay the values out, each of which it may call, the number of
-            that which is nearest to what the compiler says.
+        choose: of several ways to lay the values out, each of which it may try, the number of
+            that which the compiled step has.
     """
     if program.is_counted:
         return
@@ -66,8 +78,9 @@ def lay_out(
     later = {first + n for n in state}
     rows = [v.layout for n, v in enumerate(program.block.inputs) if n not in later and v.layout]
     axes = {name for layout in rows for name, _ in layout.all_axes}
-    found = []
-    for held_back in [set[str](), axes] if later and axes else [axes]:
+    found: list[list[Layout]] = []
+    orders = [set[str](), axes] if later and axes else [axes]
+    for held_back in orders:
         # A function of its own: JAX remembers what it lowered, and that is changed here.
         function = as_function(block)
         lowered = lower_for(target, function, program.avals(), out_shardings=shardings)
@@ -83,9 +96,10 @@ def lay_out(
             value.lay_out(copy.layout)
 
     # XLA's own order of things is not always the same as either.
-    ways = [functools.partial(lay, layouts) for layouts in found]
+    pairs = zip(found, orders, strict=True)
+    ways = [Way(functools.partial(lay, layouts), frozenset(its)) for layouts, its in pairs]
     different = any(layouts != found[0] for layouts in found)
-    ways[nearest(ways) if different else 0]()
+    ways[choose(ways) if different else 0].lay()
 
 
 def _give_arguments(program: Program) -> None:

@@ -108,6 +108,7 @@ def plan_of(
         policy="" if compiler.policy is None else compiler.policy.to_json(),
         mesh=program.mesh,
         split=program.split,
+        pinned=bool(compiler.pinned),
     )
 
 
@@ -161,10 +162,19 @@ def _notes(
         if solution is not None and solution.why == WHY:
             what = "the plan is a simple answer, which takes no search"
         yield f"the time limit of {compiler.deadline.seconds:g} s ended the search: {what}"
+    yield from _split_notes(compiler)
+    if compiler.mute:
+        yield "its callbacks were left out of the program compiled for that"
+
+
+def _split_notes(compiler: Compiler) -> Iterator[str]:
     if compiler.scale != 1.0:
         yield (
             f"bytes of intermediate values are {compiler.scale:.3g} times what was counted, as the "
             "compiler says of the step as written: how it splits them is not known"
         )
-    if compiler.mute:
-        yield "its callbacks were left out of the program compiled for that"
+    if compiler.pinned:
+        yield (
+            "what products give is split as batches are, throughout: left alone, the compiler has "
+            "devices exchange activations where parameters are less"
+        )

@@ -132,7 +132,7 @@ class Step:
                 f'{program.name}: verify="full" runs the step twice, and it has effects (a '
                 "callback or print), which would then happen twice. Use verify=True."
             )
-        plain = compile_for(None, as_function(program.block), program.avals())
+        plain = compile_for(None, as_function(program.block, pinned=False), program.avals())
         local = Target.local(measure=False)
         if plain.memory.total_bytes > local.device_bytes:
             raise VerificationError(

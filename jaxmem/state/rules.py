@@ -14,6 +14,8 @@ from jaxmem.errors import ShardingError
 
 # Rules that have a name, and whether they split all leaves or the optimizer's state alone.
 NAMED = {"fsdp": False, "zero3": False, "zero1": True}
+# Rows are split unless the largest dimension is more than so many times as large.
+_FAR_FEWER = 4
 _EXAMPLE = 'shard(state, mesh, {"*up*": PartitionSpec(None, "model"), "*": "fsdp"})'
 
 
@@ -85,16 +87,22 @@ class Layout:
                 )
 
     def spread(self, over: Sequence[str]) -> bool:
-        """Split its largest dimension over axes; whether one divides.
+        """Split its rows over axes, or its largest dimension; whether one divides.
 
-        Of equal ones the first, and one that is split already only where no other divides.
+        Rows, the last dimension but one, are gathered as they lie in memory; XLA transposes whole
+        stacks of layers to gather columns. They are taken unless they are far fewer. One that is
+        split already is only taken where no other divides.
         """
         parts = math.prod(self.sizes[axis] for axis in over)
         fitting = [n for n, size in enumerate(self.shape) if size % (self._parts(n) * parts) == 0]
         fitting = [n for n in fitting if self.shape[n]]
         if not fitting:
             return False
-        chosen = max(fitting, key=lambda n: (not self.axes[n], self.shape[n], -n))
+        rows = len(self.shape) - 2
+        enough = rows >= 0 and _FAR_FEWER * self.shape[rows] >= max(self.shape)
+        chosen = max(
+            fitting, key=lambda n: (not self.axes[n], n == rows and enough, self.shape[n], -n)
+        )
         self.axes[chosen] = (*self.axes[chosen], *over)
         return True
 

@@ -35,14 +35,20 @@ def shard(
     is moved by this alone. Specs come first: ``specs``, or those that leaves carry (boxes of
     ``flax.linen``, variables of ``flax.nnx``). Rules then split what is left, in order.
 
+    A step that :func:`jaxmem.fit` compiles has what it makes of a batch split as the batch is. One
+    that ``jax.jit`` compiles should say so of its activations
+    (``jax.lax.with_sharding_constraint``): left alone, XLA may exchange them in every layer.
+
     Args:
         tree: arrays, ``jax.ShapeDtypeStruct``, NNX objects or states.
         mesh: devices, or ``jax.sharding.AbstractMesh`` for those of a cluster that is not there.
-        rules: ``"fsdp"`` or ``"zero3"`` splits each leaf of 64 KiB and more along its largest
-            dimension that divides; ``"zero1"`` only the optimizer's state. A mapping of patterns of
-            paths has a ``PartitionSpec``, such a name or ``None`` (whole) for the leaves of which
-            it is the first that matches: tensor parallelism is ``{"*up*": PartitionSpec(None,
-            "model")}``. Of several rules each splits dimensions that those before it left.
+        rules: ``"fsdp"`` or ``"zero3"`` splits each leaf of 64 KiB and more along its rows, the
+            last dimension but one, or along its largest dimension where rows are fewer than a
+            quarter of that or do not divide; ``"zero1"`` only the optimizer's state. A mapping of
+            patterns of paths has a ``PartitionSpec``, such a name or ``None`` (whole) for the
+            leaves of which it is the first that matches: tensor parallelism is ``{"*up*":
+            PartitionSpec(None, "model")}``. Of several rules each splits dimensions that those
+            before it left.
         specs: a tree of ``PartitionSpec`` like ``tree``, or a prefix of it; ``None`` for none.
         axis: what named rules split over; by default the only axis of the mesh, or its axes
             ``"data"`` and ``"fsdp"``.
@@ -65,7 +71,7 @@ def shard(
     >>> state = {"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "step": jnp.int32(0)}
     >>> found = shard(state, jax.sharding.AbstractMesh((8,), ("data",)), "fsdp")
     >>> tuple(found.shardings["w"].spec), found.device_bytes
-    ((None, 'data'), 262148)
+    (('data',), 262148)
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ShardingError(

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.program.collectives import gathering, reducing, scattering
-from jaxmem.runtime.compiler import nearest
 from jaxmem.runtime.partitioned import exchanged_bytes
+from jaxmem.runtime.splitting import nearest
 from jaxmem.targets import compile_for
 
 EIGHT = 8

@@ -62,14 +62,34 @@ def test_named_rules_split_what_divides_and_nothing_else(dims, axes):
         assert leaf.spec == P()
     elif any(size % count == 0 for size in dims):
         assert leaf.device_bytes * count == leaf.nbytes
-        largest = max(size for size in dims if size % count == 0)
-        assert [size for size, own in zip(dims, part, strict=True) if size != own] in (
-            [largest],
-            [],
-        )
+        wanted = max(size for size in dims if size % count == 0)
+        rows = dims[-2] if len(dims) > 1 else 0
+        if rows and rows % count == 0 and 4 * rows >= max(dims):
+            wanted = rows
+        divided = [size for size, own in zip(dims, part, strict=True) if size != own]
+        assert divided == ([wanted] if count > 1 else [])
     else:
         assert leaf.device_bytes == leaf.nbytes
         assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "dims, spec",
+    [
+        ((24, 2048, 8192), (None, "data")),
+        ((24, 2048, 8256), (None, None, "data")),
+        ((24, 8192, 2048), (None, "data")),
+        ((50304, 2048), ("data",)),
+        ((2048, 2044), ("data",)),
+        ((2044, 2048), (None, "data")),
+        ((2048, 16, 128), ("data",)),
+        ((3, 3, 128, 512), (None, None, "data")),
+        ((4096, 2, 2), ("data",)),
+    ],
+)
+def test_rows_are_split_unless_they_are_few_and_stacks_of_layers_are_not(dims, spec):
+    found = jaxmem.shard({"x": shape(*dims)}, EIGHT, "zero3")
+    assert specs_of(found) == {"['x']": P(*spec)}
 
 
 @pytest.mark.parametrize("rule", ["fsdp", "zero3"])

@@ -127,7 +127,7 @@ def _traced(called: Called) -> Running:
         program = fitting.trace(call).program if donating else as_called
 
     def report() -> MemoryReport:
-        compiled = Compiler(as_called, target).keep_all()
+        compiled = Compiler(as_called, target, pinned=False).keep_all()
         return report_on(as_called, target, as_called.block, compiled)
 
     def plan(budget_bytes: int, progress: Callable[[str], None]) -> Plan:
