@@ -79,6 +79,8 @@ def planned(budget: str) -> dict[str, Any]:
         "seconds": seconds,
         "compiles": len(plan.rounds),
         "predicted_bytes": plan.predicted_bytes,
+        "predicted_ms": plan.predicted_seconds * 1e3,
+        "pinned": plan.pinned,
         "compiled_bytes": plan.compiled_bytes,
         "keep_all_compiled_bytes": plan.keep_all_compiled_bytes,
         "argument_bytes": plan.argument_bytes,
