@@ -162,6 +162,9 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("updates of those", _updates(plan), _updates(other)),
         ("policy", _policy(plan), _policy(other)),
         ("compiler options", _options(plan), _options(other)),
+        ("mesh", _mesh(plan), _mesh(other)),
+        ("arguments split otherwise", *_split(plan, other)),
+        ("what products give", _products(plan), _products(other)),
     ]
     sizes = ("budget", "predicted", "compiled", "argument", "output", "aliased", "host")
     for name in sizes:
@@ -200,6 +203,22 @@ def _policy(plan: Plan) -> str:
 
 def _options(plan: Plan) -> str:
     return _listed([f"{name}={value}" for name, value in plan.options])
+
+
+def _mesh(plan: Plan) -> str:
+    return _listed([f"{name}={size}" for name, size in plan.mesh])
+
+
+def _split(plan: Plan, other: Plan) -> tuple[str, str]:
+    """The arguments that are split in two ways, as each has them."""
+    first, second = dict(plan.split), dict(other.split)
+    paths = [p for p in {**first, **second} if first.get(p) != second.get(p)]
+    before, after = ([f"{p} {its.get(p, 'whole')}" for p in paths] for its in (first, second))
+    return _listed(before), _listed(after)
+
+
+def _products(plan: Plan) -> str:
+    return "split as batches are" if plan.pinned else "split as the compiler has it"
 
 
 def _listed(names: Sequence[str]) -> str:

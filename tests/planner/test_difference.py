@@ -42,6 +42,15 @@ def test_how_it_was_found_is_no_difference():
         ({"policy": policies.dots.to_json()}, ("policy", "none", "dots")),
         ({"segments": (Segmented("p", 8, (2, 4)),)}, ("segments", "none", "8 in 2 x 4")),
         ({"kept": (Kept("", 1, ("a",)),)}, ("values kept by name", "0", "1 (0 the same)")),
+        ({"mesh": (("data", 2), ("model", 4))}, ("mesh", "none", "data=2, model=4")),
+        (
+            {"split": (("w", "P('data',)"),)},
+            ("arguments split otherwise", "w whole", "w P('data',)"),
+        ),
+        (
+            {"pinned": True},
+            ("what products give", "split as the compiler has it", "split as batches are"),
+        ),
         ({"function": "other"}, ("function", "train_step", "other")),
     ],
 )
