@@ -94,6 +94,12 @@ def _check_owner(compiler: Compiler, plan: Plan) -> None:
             f"Plan again for it, or pass target={plan.target!r}."
         )
     _check_mesh(program, plan)
+    if plan.pinned != bool(compiler.pinned):
+        how = ("as the compiler has it", "as batches are")
+        raise PlanMismatchError(
+            f"the plan for {plan.function} splits what products give {how[plan.pinned]}, and here "
+            f"it is split {how[not plan.pinned]}. Plan again for these arguments."
+        )
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan for {plan.function} (program {plan.fingerprint}) was made for another "

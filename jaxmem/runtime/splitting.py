@@ -95,15 +95,18 @@ class _Splitting:
     def _is_better_pinned(self, way: Way, told: float) -> bool:
         """Whether the compiled program sends clearly less if products are split like this."""
         assert self.compiled is not None
-        values = self._pin(way)
-        compiled = self._as_written()
-        most = _LARGER * self.compiled.memory.total_bytes
-        less = self._exchanged(compiled) <= _CLEARLY_LESS * told
-        if less and compiled.memory.total_bytes <= most:
+        values, better = self._pin(way), False
+        try:
+            compiled = self._as_written()
+            most = _LARGER * self.compiled.memory.total_bytes
+            less = self._exchanged(compiled) <= _CLEARLY_LESS * told
+            better = less and compiled.memory.total_bytes <= most
+        finally:
+            if not better:
+                unpin(values)
+        if better:
             self.compiled = compiled
-            return True
-        unpin(values)
-        return False
+        return better
 
     def _pin(self, way: Way) -> list[Value]:
         way.lay()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import jaxmem
 from jaxmem.planner.plan import Plan
@@ -15,7 +15,7 @@ from jaxmem.runtime import splitting
 from jaxmem.runtime.partitioned import exchanged_bytes
 from tests import embedded_nets as net
 
-EIGHT = AbstractMesh((8,), ("data",))
+EIGHT = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 NOTE = "split as batches are"
 
 
@@ -62,6 +62,30 @@ def test_a_plan_that_is_followed_says_it_and_nothing_is_found_out_again(plans, m
     followed = fit(plan=again).plan(net.shapes(), net.TOKENS)
     assert followed.compiled_bytes == plans[0].compiled_bytes
     assert followed.pinned
+
+
+def test_a_plan_that_says_it_of_a_step_on_one_device_is_refused():
+    written = jaxmem.fit(net.step, target="h100", donate_argnums=0, progress=False)
+    plan = replace(written.plan(net.shapes(), net.TOKENS), pinned=True)
+    again = jaxmem.fit(net.step, plan=plan, target="h100", donate_argnums=0, progress=False)
+    with pytest.raises(jaxmem.errors.PlanMismatchError, match="products give as batches are"):
+        again.plan(net.shapes(), net.TOKENS)
+
+
+def test_what_fails_while_it_is_found_out_leaves_nothing_pinned(monkeypatch):
+    real, made = splitting.compile_for, []
+
+    def failing(*args, **kwargs):
+        made.append(None)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(splitting, "compile_for", failing)
+    fitted = fit()
+    with pytest.raises(KeyboardInterrupt):
+        fitted.plan(net.shapes(), net.TOKENS)
+    assert not fitted.plan(net.shapes(), net.TOKENS).pinned
 
 
 def test_within_a_budget_what_runs_again_is_split_alike(plans):
