@@ -28,7 +28,7 @@ def pin(block: Block, mesh: Mesh | AbstractMesh, axes: Set[str]) -> list[Value]:
     """
     found = []
     for value in _made_by_kernels(block):
-        spec = _spec(value, axes)
+        spec = _spec(value, mesh, axes)
         if value.pinned is None and spec is not None:
             value.pinned = NamedSharding(mesh, spec)
             found.append(value)
@@ -68,9 +68,12 @@ def _made_by_kernels(block: Block) -> Iterator[Value]:
             yield from op.outputs
 
 
-def _spec(value: Value, axes: Set[str]) -> PartitionSpec | None:
-    """Where a value is split along ``axes``; ``None`` where it is not, or not evenly."""
+def _spec(value: Value, mesh: Mesh | AbstractMesh, axes: Set[str]) -> PartitionSpec | None:
+    """Where a value is split along ``axes``; ``None`` where it is not, not evenly, or over another
+    mesh."""
     if value.layout is None:
+        return None
+    if any(n in axes and mesh.shape.get(n) != size for n, size in value.layout.all_axes):
         return None
     names = [tuple(n for n, _ in own if n in axes) for own in value.layout.axes]
     pairs = zip(value.aval.shape, value.layout.parts, strict=True)

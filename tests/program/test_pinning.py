@@ -64,6 +64,7 @@ def test_other_axes_are_the_compilers():
         pytest.param(16, ((), (MODEL,)), id="along other axes"),
         pytest.param(16, ((), ()), id="whole"),
         pytest.param(18, ((DATA,), ()), id="not evenly"),
+        pytest.param(16, ((("data", 2),), ()), id="over another mesh"),
         pytest.param(16, ((("data:(2)", 2),), ()), id="a part of an axis, which has no name"),
     ],
 )

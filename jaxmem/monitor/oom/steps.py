@@ -124,7 +124,8 @@ def _traced(called: Called) -> Running:
     with tracing_for(target), nnx.context((given, kwargs)):
         as_called = caller.trace(caller.take(given, kwargs)).program
         call = fitting.take(given, kwargs)
-        program = fitting.trace(call).program if donating else as_called
+        # One of its own: over a mesh a plan may have values split in another way.
+        program = fitting.trace(call).program
 
     def report() -> MemoryReport:
         compiled = Compiler(as_called, target, pinned=False).keep_all()
