@@ -18,13 +18,15 @@ from jaxmem.policies import Policy
 from jaxmem.program.call import Call
 from jaxmem.program.calling import Caller, Traced
 from jaxmem.program.microbatches import AUTO, Auto
+from jaxmem.program.pinning import has_pins
 from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
 from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns, on_device
 from jaxmem.runtime.bench import Bench
-from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.compiler import Compiler, rates_of
 from jaxmem.runtime.host import asked_host_budget, check_host_budget
 from jaxmem.runtime.options import check_options
 from jaxmem.runtime.progress import Report, progress
+from jaxmem.runtime.splitting import split
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import most_bytes, usable_bytes
 from jaxmem.targets.target import Target
@@ -95,13 +97,14 @@ class Planning:
         """What the step is planned for; the local device is measured when it is first asked."""
         return Target.resolve(self.wanted_target)
 
-    def traced(self, call: Call) -> Traced:
-        """The step, traced for the arguments of a call."""
-        count = 1 if self.given is None else self.given.microbatches
-        named = self.hosts if self.given is None else self.given.hosted
+    def traced(self, call: Call, given: Plan | None = None) -> Traced:
+        """The step, traced for the arguments of a call, and for a plan that it is to follow."""
+        given = given or self.given
+        count = 1 if given is None else given.microbatches
+        named = self.hosts if given is None else given.hosted
         here = on_device(call, named) if named else call
         with tracing_for(self.target):
-            return self.caller.trace(here, count, planned=self.given is not None)
+            return self.caller.trace(here, count, planned=given is not None)
 
     def fit(self, call: Call, traced: Traced) -> tuple[Traced, Outcome]:
         """A step that was traced for a call, and the program that is planned for it.
@@ -115,6 +118,10 @@ class Planning:
         host_bytes = asked_host_budget(self.host_budget, target)
 
         def decide(budget_bytes: int, host_bytes: int | None, given: Plan | None) -> Outcome:
+            block, known = now[0].program.block, now[0].program.is_laid_out
+            if given is not None and known and given.pinned != has_pins(block):
+                # What this process decided itself stays with the values of its trace.
+                now[0] = self.traced(call, given)
             now[0], outcome = self.decide(call, now[0], target, budget_bytes, host_bytes, given)
             return outcome
 
@@ -166,6 +173,8 @@ class Planning:
         telling = progress(False if is_quiet else self.progress, f"planning {self.caller.name}")
 
         def streaming(asked: Asked, report: Report) -> Outcome:
+            # Parts share the values of the step: however it is cut, they are split in one way.
+            split(traced.program, target, rates_of(target), settings["pinned"])
             return streamed.fit(traced.program, asked, compiler_of, target, budget_bytes, report)
 
         def one_program(report: Report) -> Outcome:

@@ -130,9 +130,9 @@ def _is_sum(op: Op, length: int) -> bool:
 
 def _rewritten(program: Program, stacks: Sequence[Value], found: _Followed) -> Kept:
     block = program.block
-    buffers = {v: Value(v.aval, f"{v.key}.buffer") for v in stacks}
-    held = {v: Value(v.aval, f"{v.key}.held") for v in stacks}
-    later = {v: Value(v.aval, f"{v.key}.later") for v in stacks}
+    buffers = {v: Value(v.aval, f"{v.key}.buffer", layout=v.layout) for v in stacks}
+    held = {v: Value(v.aval, f"{v.key}.held", layout=v.layout) for v in stacks}
+    later = {v: Value(v.aval, f"{v.key}.later", layout=v.layout) for v in stacks}
     summed = _needed([op.inputs[0] for op in found.sums], found.between)
     # What goes into a sum is made of what is held, row by row; all else of what comes back.
     now: dict[Value, Value] = dict(held)

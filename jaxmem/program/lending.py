@@ -57,7 +57,11 @@ def lend(program: Program, hosted: Collection[int]) -> Lent:
 
     taken = {op: found for op in block.ops if (found := borrows(op))}
     read = set[Value]().union(*taken.values())
-    lent = {leaf: Value(leaf.aval, f"{leaf.key}.lent") for leaf in leaves if leaf in read}
+    lent = {
+        leaf: Value(leaf.aval, f"{leaf.key}.lent", layout=leaf.layout)
+        for leaf in leaves
+        if leaf in read
+    }
     if not lent:
         return Lent(program, {})
 

@@ -9,10 +9,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jaxmem
+from jaxmem import planning
 from jaxmem.planner.plan import Plan
 from jaxmem.program.pinning import has_pins
 from jaxmem.runtime import splitting
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.partitioned import exchanged_bytes
+from jaxmem.targets import Target
+from jaxmem.targets.topology import tracing_for
 from tests import embedded_nets as net
 
 EIGHT = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -86,6 +90,46 @@ def test_what_fails_while_it_is_found_out_leaves_nothing_pinned(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fitted.plan(net.shapes(), net.TOKENS)
     assert not fitted.plan(net.shapes(), net.TOKENS).pinned
+
+
+def test_a_process_that_decided_otherwise_can_follow_the_plan_of_the_first(plans, monkeypatch):
+    """What it decided itself stays with the values of its trace."""
+    left = plans[1]
+    expected = compiled(fit(plan=left))[1]
+
+    def agreed_on(program, settings, budget_bytes, host_bytes, given, decide):
+        assert decide(budget_bytes, host_bytes, None).plan.pinned
+        return decide(budget_bytes, host_bytes, left)
+
+    monkeypatch.setattr(planning.agreed, "is_shared", lambda program: True)
+    monkeypatch.setattr(planning.agreed, "fit", agreed_on)
+    fitted = fit()
+    assert compiled(fitted)[1] == expected != plans[0].compiled_bytes
+    assert not fitted.plan(net.shapes(), net.TOKENS).pinned
+
+
+def momentum(state, tokens):
+    value, grads = jax.value_and_grad(net.loss)(state["params"], tokens)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+    return {"params": jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], mu), "mu": mu}, value
+
+
+def test_a_step_in_pieces_is_split_alike_whatever_was_planned_of_it_before(monkeypatch):
+    """With larger weights: leaves of less than a MiB on each device do not wait on the host."""
+    for name, dims in (("up", (9, 256, 1024)), ("down", (9, 1024, 256))):
+        monkeypatch.setitem(net.SHAPES, name, dims)
+    args = ({"params": net.shapes(), "mu": net.shapes()}, net.TOKENS)
+    options = {"mesh": EIGHT, "target": "8xh100", "donate_argnums": 0, "progress": False}
+    alone, after = (jaxmem.fit(momentum, shard="zero3", host="*mu*", **options) for _ in range(2))
+    call = after._take(args, {})
+    with after._tracing(call), tracing_for(Target("8xh100")):
+        # As host=jaxmem.AUTO does: first the step as one program.
+        assert Compiler(after._trace(call).program, Target("8xh100")).pinned
+    plan = alone.plan(*args)
+    assert plan.pinned and plan.streamed is not None
+    followed = jaxmem.fit(momentum, shard="zero3", plan=plan, **options)
+    assert after.plan(*args) == plan
+    assert followed.plan(*args).compiled_bytes == plan.compiled_bytes
 
 
 def test_within_a_budget_what_runs_again_is_split_alike(plans):
