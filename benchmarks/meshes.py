@@ -9,7 +9,8 @@ The mesh is all devices that are here, on one axis. Plain JAX is ``jax.jit`` of 
 the same shardings, as FSDP is written by hand: as written, and with ``nothing_saveable`` around
 every layer; ``constrained`` is the same with a sharding constraint on what every layer gets, which
 is written into the model. ``tight`` is the smallest budget that jaxmem finds for the step; it says
-whether one of the plain ways fits there. ``host`` has the optimizer's state in pinned host memory.
+whether one of the plain ways fits there. ``offload`` is a smaller one in which values and leaves may
+wait in pinned host memory. ``host`` has the optimizer's state there.
 
 Every row is a process of its own, because an allocator's peak is never reset: what is predicted and
 compiled for each device, the allocator's own peak, the largest of all devices, and the losses of
@@ -45,10 +46,11 @@ ROWS = (
     "constrained remat",
     "zero3",
     "tight",
+    "offload",
     "zero1",
     "host",
 )
-TIMED = ("plain", "plain remat", "constrained", "constrained remat", "zero3", "tight")
+TIMED = ("plain", "plain remat", "constrained", "constrained remat", "zero3", "tight", "offload")
 PLAIN = ("plain", "constrained")
 # A bfloat16 net whose sums are taken in another order.
 LOSSES_WITHIN, PEAK_WITHIN = 5e-3, 0.05
@@ -70,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget-of", help="a target to plan for, such as 8xh200, where no GPU is")
     made.add_argument("--only", nargs="*", default=[*ROWS, "timed"])
     made.add_argument("--tight", help="a budget such as 12GiB; default: the smallest, searched for")
+    made.add_argument("--offload", default="12.5GiB", help="the budget of that row")
+    made.add_argument("--host-budget", default="8GiB", help="of each device, in that row")
     made.add_argument("--limit", type=float, default=300.0, help="seconds for each process")
     made.add_argument("--plan", type=Path, default=Path("/tmp/jaxmem_tight_plan.json"))
     made.add_argument("--json", type=Path)
@@ -213,6 +217,9 @@ def way(work: Work, name: str) -> tuple[Callable, dict[str, Any]]:
     if name == "tight":
         known = known_plan(work)
         settings = {"plan": known, "budget": known.budget_bytes}
+    if name == "offload":
+        known = offloading_plan(work)
+        settings = {"plan": known, "budget": known.budget_bytes}
     if name == "host":
         settings = {"host": "*'opt'*"}
     run = work.fitted("zero1" if name == "zero1" else "zero3", **settings)
@@ -223,6 +230,8 @@ def way(work: Work, name: str) -> tuple[Callable, dict[str, Any]]:
         "compiled_bytes": plan.compiled_bytes,
         "argument_bytes": plan.argument_bytes,
         "host_bytes": plan.host_bytes,
+        "exposed_ms": plan.exposed_seconds * 1e3,
+        "options": dict(plan.options),
         "predicted_ms": plan.predicted_seconds * 1e3,
         "solver": plan.solver,
         "planning_seconds": time.perf_counter() - started,
@@ -246,6 +255,17 @@ def known_plan(work: Work) -> Any:
     return jaxmem.Plan.load(path)
 
 
+def offloading_plan(work: Work) -> Any:
+    """The plan of the row that may use host memory, kept likewise."""
+    import jaxmem
+
+    path = work.options.plan.with_suffix(".offload.json")
+    if not path.exists():
+        asked = {"budget": work.options.offload, "host_budget": work.options.host_budget}
+        work.fitted(**asked).plan(work.shapes, work.tokens()).save(path)
+    return jaxmem.Plan.load(path)
+
+
 # What a process does.
 
 
@@ -254,6 +274,7 @@ def row(options: argparse.Namespace, name: str) -> dict[str, Any]:
     import jax
 
     import jaxmem
+    from jaxmem.runtime.partitioned import exchanged_bytes
 
     if name == "measure":  # Kept for the processes after it, whose allocators it must not fill.
         target = jaxmem.Target.local()
@@ -279,6 +300,12 @@ def row(options: argparse.Namespace, name: str) -> dict[str, Any]:
         jax.block_until_ready((state, loss))
         seconds.append(time.perf_counter() - started)
         losses.append(float(loss))
+    if name.startswith(PLAIN):
+        text = run.as_text()
+    elif name != "host":  # That one is more than one program.
+        text = run.lower(work.shapes, tokens).compile().as_text()
+    if name != "host":
+        told["exchanged_bytes"] = exchanged_bytes(text, jax.device_count())
     return {
         "name": name,
         "parameters": parameters,
@@ -402,6 +429,7 @@ def main() -> int:
         print(json.dumps(do(options)))
         return 0
     options.plan.unlink(missing_ok=True)
+    options.plan.with_suffix(".offload.json").unlink(missing_ok=True)
     rows: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     started = time.perf_counter()

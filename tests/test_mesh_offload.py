@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxmem
+from jaxmem.runtime import compiler, rounds
+from jaxmem.targets import compiling
 
 WIDTH, LAYERS, ROWS = 1024, 4, 8192
 # Slow arithmetic: what is made again costs more than a copy.
@@ -102,6 +104,53 @@ def test_the_compiler_is_told_of_a_budget_and_puts_less_beside_collectives():
     # In its own order the program takes about what was predicted for both.
     assert overlapped.predicted_bytes == in_order.predicted_bytes
     assert 0.95 < in_order.predicted_bytes / in_order.compiled_bytes < 1.05
+
+
+TENSOR = {
+    "mesh": AbstractMesh((2,), ("model",)),
+    "shard": {"*up*": PartitionSpec(None, "model"), "*down*": PartitionSpec("model")},
+}
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    """A device so large that the compiler puts what it likes beside collectives, if it may."""
+
+    def within_room(target, room_bytes, fixed_bytes):
+        return compiling.within_room(target, 0, 0) if not room_bytes else {}
+
+    monkeypatch.setattr(compiler, "within_room", within_room)
+
+
+@pytest.mark.filterwarnings("ignore:step. every device computes the whole batch")
+@pytest.mark.parametrize(
+    ("share", "settings", "overlaps"),
+    [(0.75, TENSOR, True), (0.8, {"shard": "zero1"}, False)],
+    ids=["fits beside collectives, too", "nothing was tried alone"],
+)
+@pytest.mark.usefixtures("roomy")
+def test_near_a_budget_nothing_runs_beside_collectives_until_a_program_is_chosen(
+    share: float, settings: dict, overlaps: bool, monkeypatch
+):
+    budget = int(share * fitted(**settings).plan(*shapes()).compiled_bytes)
+    if not overlaps:
+        monkeypatch.setattr(rounds, "_ROOMY", 2.0)
+    plan = fitted(budget=budget, host_budget=0, **settings).plan(*shapes())
+    names = [r.name for r in plan.rounds]
+    if overlaps:
+        last = plan.rounds[-1]
+        assert last.name == rounds.OVERLAPPING
+        assert last.fits
+        assert plan.compiled_bytes == last.compiled_bytes
+    else:
+        # What is over the budget beside collectives is compiled again without.
+        first = names.index("search")
+        assert names[first + 1] == f"search, {rounds.ALONE}"
+        assert not plan.rounds[first].fits
+        assert plan.rounds[first + 1].predicted_bytes == plan.rounds[first].predicted_bytes
+    assert plan.compiled_bytes <= budget
+    again = fitted(budget=budget, plan=plan, **settings).plan(*shapes())
+    assert (again.options, again.compiled_bytes) == (plan.options, plan.compiled_bytes)
 
 
 def test_a_compiled_report_has_each_buffer_of_asynchronous_collectives_by_itself():

@@ -99,6 +99,7 @@ class Compiler:
         most_smallest: of the smallest programs as many are compiled, trials included.
         order: the compiler options of every schedule; ``None`` leaves them to the trials.
         budget_bytes: what schedules over several GPUs are to fit; ``None`` for the device.
+        alone: nothing runs beside collectives, whatever room a budget leaves.
         pinned: whether the compiler is told how to split what products give, over a mesh
             (:mod:`jaxmem.program.pinning`); given ``None``, that is found out.
     """
@@ -111,6 +112,7 @@ class Compiler:
     most_smallest: int = MOST_SMALLEST
     order: Mapping[str, str] | None = None
     budget_bytes: int | None = None
+    alone: bool = False
     pinned: bool | None = None
     search: Search = field(init=False)
     mute: bool = field(init=False)
@@ -182,6 +184,8 @@ class Compiler:
         if self.order is not None:
             return self.order
         if self._may_overlap:
+            if self.alone:
+                return self.least_options
             fixed, budget = self.program.fixed_bytes, self.budget_bytes
             return {} if budget is None else within_room(self.target, budget - fixed, fixed)
         if not self.trials:
@@ -192,6 +196,11 @@ class Compiler:
     def _may_overlap(self) -> bool:
         """Whether the compiler chooses what runs beside collectives."""
         return self.program.sharded and self.target.platform == "gpu"
+
+    @property
+    def may_take_less(self) -> bool:
+        """Whether :attr:`alone` makes other programs of schedules."""
+        return self._may_overlap and dict(self.options) != dict(self.least_options)
 
     @property
     def least_options(self) -> Mapping[str, str]:
@@ -212,6 +221,7 @@ class Compiler:
             self.check,
             deadline=self.deadline,
             budget_bytes=self.budget_bytes,
+            alone=self.alone,
             pinned=self.pinned,
             _compiled=self._compiled,
         )

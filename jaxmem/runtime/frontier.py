@@ -111,5 +111,9 @@ class _Curve:
             sizes = [compiler.compile(None, options=o).memory.total_bytes for o in ways]
             return replace(point, compiled_bytes=min(sizes))
         attempt = compiler.attempt(solution)
+        if attempt.compiled.memory.total_bytes > point.peak_bytes and compiler.may_take_less:
+            # As where a budget is planned for, which that would be over.
+            alone = compiler.attempt_least(solution)
+            attempt = min(attempt, alone, key=lambda a: a.compiled.memory.total_bytes)
         total = attempt.compiled.memory.total_bytes
         return replace(point, compiled_bytes=total, problem=attempt.problem)

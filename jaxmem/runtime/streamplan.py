@@ -10,6 +10,7 @@ from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Hosting
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.onpaper import needs_on_paper
 from jaxmem.runtime.staging import Pieces
 from jaxmem.runtime.stream import Item, Stream
 from jaxmem.runtime.tries import Outcome
@@ -80,12 +81,16 @@ def _plan(
 ) -> Plan:
     """The plan of the whole step."""
     program = pieces.written
-    written = Simulator(rates_of(target)).step(program.block)
+    simulator = Simulator(rates_of(target))
+    written = simulator.step(program.block)
     most = sum(item.way_bytes for item in stream.items)
     # A part that is larger than the window is copied with nothing else under way.
     windows = [max(item.way_bytes, min(item.room_bytes, most)) for item in stream.items]
     taken = [need.beside_bytes + w for need, w in zip(found.memory, windows, strict=True)]
     ahead = min(stream.ahead_bytes + stream.tail_bytes, most)
+    temporaries = first.predicted_bytes - pieces.first.fixed_bytes if found.cut is pieces else None
+    on_paper, paper_needs = needs_on_paper(found, simulator, temporaries)
+    predicted = [need.beside_bytes + w for need, w in zip(paper_needs, windows, strict=True)]
     window = max(windows, default=0)
     moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
     by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
@@ -100,8 +105,7 @@ def _plan(
         argument_bytes=first.argument_bytes - pieces.lent_bytes,
         output_bytes=sum(here.values()),
         aliased_bytes=sum(here[n] for n in program.places if n in here),
-        predicted_bytes=max(first.predicted_bytes, pieces.first.fixed_bytes + window)
-        - pieces.lent_bytes,
+        predicted_bytes=max([on_paper.total_bytes + ahead, *predicted]),
         compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
         keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
         keep_all_compiled_bytes=None,

@@ -57,11 +57,16 @@ def step_and_state(name: str):
     return step_with(tx), (state_with(tx, layers=LAYERS), X), host
 
 
+def plan_of(name: str, budget: int):
+    """The plan of a step."""
+    return fitted(name, budget).plan(*step_and_state(name)[1])
+
+
 @functools.cache
-def planned(name: str, budget: int):
-    """The stream of a step, and its budget."""
-    step, arguments, host = step_and_state(name)
-    run: Any = jaxmem.fit(
+def fitted(name: str, budget: int) -> Any:
+    """A step that keeps a budget."""
+    step, _, host = step_and_state(name)
+    return jaxmem.fit(
         step,
         host=host,
         budget=budget,
@@ -69,6 +74,12 @@ def planned(name: str, budget: int):
         donate_argnums=() if name == "forward" else (0,),
         progress=False,
     )
+
+
+@functools.cache
+def planned(name: str, budget: int):
+    """The stream of a step, and its budget."""
+    run, arguments = fitted(name, budget), step_and_state(name)[1]
     plan = run.plan(*arguments)
     assert plan.compiled_bytes <= budget
     (outcome,) = run._outcomes.values()
@@ -99,6 +110,17 @@ def test_memory_of_steps_in_a_row_stays_within_the_budget(
     device = Device(bytes_per_second)
     most = most_bytes(stream, device, seconds.__getitem__, steps=3)
     assert 0 < most <= mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [("forward", 5), ("mixed", 17), ("mixed", 30), ("adam", 12), ("adam", 16), ("clipped", 40)],
+)
+@pytest.mark.usefixtures("small_buckets")
+def test_what_is_predicted_of_a_step_in_pieces_is_about_what_its_programs_take(name: str, mib: int):
+    """Its copies on the way and stages that hand over what the whole would hold at once."""
+    plan = plan_of("clipped twice, moments" if name == "clipped" else name, mib * MIB)
+    assert 0.97 < plan.predicted_bytes / plan.compiled_bytes < 1.03
 
 
 def deep(state, x):
