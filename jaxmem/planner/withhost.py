@@ -53,7 +53,8 @@ class WithHost:
         """The fastest on paper of what offloads instead of recomputing, or of keeping."""
         search = self.search
         groups = outside(search.ruled.free(search.groups), search.scheduler.unrolled)
-        offloader = Offloader(groups, search.on_paper, self.host_bytes, self.over)
+        rate = search.simulator.rates.d2h_bytes_per_second
+        offloader = Offloader(groups, search.on_paper, self.host_bytes, rate, self.over)
         everything = {c.turn: frozenset(k.name for k in c.candidates) for c in search.choices}
         chain, carried = self._chain(aim), self._carried(aim)
         starts = [best, chain, carried]
@@ -70,7 +71,8 @@ class WithHost:
             aim,
         )
         found = [f for f in (moved, chain, carried) if f is not None and f.temp_bytes <= aim]
-        return min(found, key=lambda s: s.cost, default=None)
+        quickest = min(found, key=lambda s: s.cost, default=None)
+        return quickest and offloader.worthwhile(quickest, aim)
 
     def _chain(self, aim: int) -> Solution | None:
         """What the solver for chains offloads, as far as the policy allows it."""
