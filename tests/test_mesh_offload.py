@@ -153,6 +153,36 @@ def test_near_a_budget_nothing_runs_beside_collectives_until_a_program_is_chosen
     assert (again.options, again.compiled_bytes) == (plan.options, plan.compiled_bytes)
 
 
+def copies_beside_products(text: str) -> int:
+    """Of a compiled program's copies to and from the host, those during which it multiplies."""
+    lines = text[text.index("\nENTRY") :].splitlines()
+    started, found = {}, 0
+    for n, line in enumerate(lines):
+        name, _, made = line.strip().partition(" = ")
+        if " copy-start(" in made and "S(5)" in made:
+            started[name] = n
+        elif " copy-done(" in made:
+            start = started.pop(made.partition(" copy-done(")[2].partition(")")[0], n)
+            found += any(" fusion(" in t and "dot" in t for t in lines[start:n])
+    return found
+
+
+def test_copies_hide_although_nothing_runs_beside_collectives(budget, monkeypatch):
+    # Whether the program would fit with them, too, is another matter.
+    monkeypatch.setattr(rounds._Rounds, "_overlapping", lambda self: None)
+    run = fitted(budget=budget * 7 // 8, host_budget="8GiB")
+    plan = run.plan(*shapes())
+    target = jaxmem.Target("2xh200")
+    assert dict(plan.options) == compiling.collectives_in_turn(target)
+    lowered = run.lower(*shapes())
+    text = lowered.compile().as_text()
+    moved = text.count(" copy-start(")
+    assert copies_beside_products(text) > moved / 2
+    # Without room XLA starts no copy before it needs its end, either.
+    late = lowered.compile(compiler_options=compiling.within_room(target, 0, 0)).as_text()
+    assert copies_beside_products(late) < moved / 4
+
+
 def test_a_compiled_report_has_each_buffer_of_asynchronous_collectives_by_itself():
     """What starts a collective and what ends it have tables of their own for the same parts."""
     report = fitted(shard="zero1").report(*shapes())

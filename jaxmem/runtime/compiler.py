@@ -21,6 +21,7 @@ from jaxmem.runtime.splitting import OTHER_PARTS, split
 from jaxmem.targets import table
 from jaxmem.targets.compiling import (
     Compiled,
+    collectives_in_turn,
     compile_for,
     memory_schedules,
     overlapping,
@@ -64,6 +65,10 @@ def _convolving(target: Target) -> dict[str, float]:
 def _beside(target: Target) -> float:
     """14.4 ps a place and tap where products of bfloat16 run at 735 TFLOP/s, as on an H200."""
     return 14.4e-12 * 735e12 / target.flops_per_second("bfloat16")
+
+
+def _moves(solution: Solution | None) -> bool:
+    return solution is not None and bool(solution.hosted or any(solution.offload.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +155,7 @@ class Compiler:
         self, solution: Solution | None, *, options: Mapping[str, str] | None = None
     ) -> Compiled:
         """A solution compiled for the target, scheduled for memory unless told otherwise."""
-        options = self.options if options is None else options
+        options = self.options(solution) if options is None else options
         key = (solution and solution.key, tuple(sorted(options.items())))
         if key not in self._compiled:
             block, hosting = self.block(solution), self.hosting(solution)
@@ -178,16 +183,22 @@ class Compiler:
         smallest = self.search.smallest()
         return tuple((o, self.compile(smallest, options=o)) for o in choices)
 
-    @property
-    def options(self) -> Mapping[str, str]:
-        """The compiler options that make least of the smallest schedule; none on a GPU."""
+    def options(self, solution: Solution | None = None) -> Mapping[str, str]:
+        """The compiler options of a solution.
+
+        On a CPU those that make least of the smallest schedule. Over several GPUs those for the
+        room that a budget leaves; what moves values to the host and back has no limit, with which
+        XLA would start these copies late.
+        """
         if self.order is not None:
             return self.order
         if self._may_overlap:
             if self.alone:
-                return self.least_options
-            fixed, budget = self.program.fixed_bytes, self.budget_bytes
-            return {} if budget is None else within_room(self.target, budget - fixed, fixed)
+                return self.least_options(solution)
+            if self.budget_bytes is None or _moves(solution):
+                return {}
+            fixed = self.program.fixed_bytes
+            return within_room(self.target, self.budget_bytes - fixed, fixed)
         if not self.trials:
             return memory_schedules(self.target)[-1]
         return min(self.trials, key=lambda trial: trial[1].memory.total_bytes)[0]
@@ -197,17 +208,17 @@ class Compiler:
         """Whether the compiler chooses what runs beside collectives."""
         return self.program.sharded and self.target.platform == "gpu"
 
-    @property
-    def may_take_less(self) -> bool:
-        """Whether :attr:`alone` makes other programs of schedules."""
-        return self._may_overlap and dict(self.options) != dict(self.least_options)
+    def may_take_less(self, solution: Solution | None) -> bool:
+        """Whether :attr:`alone` makes another program of a solution."""
+        return self._may_overlap and self.options(solution) != self.least_options(solution)
 
-    @property
-    def least_options(self) -> Mapping[str, str]:
-        """Those that make least of a program, whatever the budget is."""
-        if self._may_overlap:
-            return within_room(self.target, 0, 0)
-        return memory_schedules(self.target)[-1]
+    def least_options(self, solution: Solution | None = None) -> Mapping[str, str]:
+        """Those that make least of a solution, whatever the budget is; its copies still overlap."""
+        if not self._may_overlap:
+            return memory_schedules(self.target)[-1]
+        if _moves(solution):
+            return collectives_in_turn(self.target)
+        return within_room(self.target, 0, 0)
 
     def options_of(self, compiled: Compiled) -> Mapping[str, str]:
         """What a program was compiled with, but for what its transfers need."""
@@ -265,13 +276,14 @@ class Compiler:
 
     def attempt_least(self, solution: Solution) -> Attempt:
         """The same as the compiler makes least of it, whatever the budget is."""
-        return self.attempt(solution, options=self.least_options if self._may_overlap else None)
+        options = self.least_options(solution) if self._may_overlap else None
+        return self.attempt(solution, options=options)
 
     def least(self) -> Least:
         """What the smallest programs need."""
         kept: list[tuple[int, Solution | None]] = []
         if self.search.ruled.allows_written:
-            options = ({}, self.least_options)
+            options = ({}, self.least_options())
             plain = [self.compile(None, options=o).memory.total_bytes for o in options]
             kept.append((min(plain), None))
         undone: list[tuple[int, str]] = []

@@ -107,11 +107,12 @@ class _Curve:
         self.report(f"compiling {point.solver}")
         compiler = self.compiler
         if solution is None:
-            ways = ({}, compiler.least_options)
+            ways = ({}, compiler.least_options())
             sizes = [compiler.compile(None, options=o).memory.total_bytes for o in ways]
             return replace(point, compiled_bytes=min(sizes))
         attempt = compiler.attempt(solution)
-        if attempt.compiled.memory.total_bytes > point.peak_bytes and compiler.may_take_less:
+        over = attempt.compiled.memory.total_bytes > point.peak_bytes
+        if over and compiler.may_take_less(solution):
             # As where a budget is planned for, which that would be over.
             alone = compiler.attempt_least(solution)
             attempt = min(attempt, alone, key=lambda a: a.compiled.memory.total_bytes)

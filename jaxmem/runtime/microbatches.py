@@ -206,7 +206,7 @@ class _Choosing:
         # Where that one leaves nothing to choose, it compiles no smallest programs either.
         tried = self.smallest if self.smallest.compiler.search.choices else option
         if option is not tried:
-            option.compiler.order = tried.compiler.options
+            option.compiler.order = tried.compiler.options()
         if tried not in self.trialled:
             self.trialled.append(tried)
 

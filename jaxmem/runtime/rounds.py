@@ -222,7 +222,7 @@ class _Rounds(Tries):
         self.beside.add(solution.key)
         before, attempt = self.scale, self._recorded(name, limit, solution)
         over = attempt.compiled.memory.total_bytes > self.budget
-        if over and self.compiler.may_take_less and self.left() > 0:
+        if over and self.compiler.may_take_less(solution) and self.left() > 0:
             self.compiler.alone, self.scale = True, before
             self.announce(solution)
             attempt = self._recorded(f"{name}, {ALONE}", limit, solution)
@@ -262,7 +262,7 @@ class _Rounds(Tries):
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)
-        options = self.compiler.least_options
+        options = self.compiler.least_options()
         over = plain.memory.total_bytes > self.budget
         far_over = plain.memory.temp_bytes > _NO_ORDER * (self.budget - self.fixed)
         if over and not far_over and options and not ruled_out:
@@ -376,7 +376,7 @@ class _Rounds(Tries):
         if chosen.solution is None or chosen.solution.key in self.beside or self.left() < 1:
             return
         self.compiler.alone = False
-        if not self.compiler.may_take_less:
+        if not self.compiler.may_take_less(chosen.solution):
             return
         self.announce(chosen.solution)
         attempt = self.compiler.attempt(chosen.solution)
