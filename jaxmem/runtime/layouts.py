@@ -92,7 +92,7 @@ def lay_out(program: Program, target: Target, choose: Callable[[Sequence[Way]], 
     def lay(layouts: Sequence[Layout]) -> None:
         for value, layout in zip(wanted, layouts, strict=True):
             value.lay_out(layout)
-        for copy, value in flat.copies:
+        for copy, value in (*flat.read.values(), *flat.copies):
             value.lay_out(copy.layout)
 
     # XLA's own order of things is not always the same as either.
@@ -151,13 +151,17 @@ class _Flat:
     Attributes:
         values: what its operations make, each once.
         copies: for each input of a loop's body what stands for it, and the input.
+        read: of each value that depends on no argument, such as a mask, what its first reader has,
+            and the value. Shardy has a copy of it for every reader, split as that one needs it.
     """
 
     def __init__(self, block: Block):
         self.ops: list[Op] = []
         self.values: list[Value] = []
         self.copies: list[tuple[Value, Value]] = []
+        self.read: dict[Value, tuple[Value, Value]] = {}
         self.now: dict[Value, Atom] = {}
+        self._constant: set[Value] = set()
         self._take(block.ops)
         # A result of a loop may be one of the block's.
         outputs = tuple(self._at(a) for a in block.outputs)
@@ -167,6 +171,10 @@ class _Flat:
         for op in ops:
             if op.loop is None:
                 inputs = [self._at(a) for a in op.inputs]
+                if all(a in self._constant for a in inputs if isinstance(a, Value)):
+                    self._constant.update(op.outputs)
+                else:
+                    inputs = [self._as_read(op, a) for a in inputs]
                 self.ops.append(Op(op.eqn, inputs, op.outputs))
                 self.values += op.outputs
             else:
@@ -174,6 +182,14 @@ class _Flat:
 
     def _at(self, atom: Atom) -> Atom:
         return self.now.get(atom, atom) if isinstance(atom, Value) else atom
+
+    def _as_read(self, op: Op, atom: Atom) -> Atom:
+        """An operand that depends on no argument is a value of its own for each of its readers."""
+        if not isinstance(atom, Value) or atom not in self._constant or not _is_array(atom):
+            return atom
+        copy = self._new(op, lax.optimization_barrier, atom)
+        self.read.setdefault(atom, (copy, atom))
+        return copy
 
     def _iteration(self, op: Op, loop: Loop) -> None:
         given = [self._at(a) for a in op.inputs]

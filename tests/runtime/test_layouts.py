@@ -107,3 +107,34 @@ def test_whole_arrays_stay_whole():
         for value in op.outputs:
             assert value.layout is None or set(value.layout.parts) <= {1}
             assert value.nbytes == value.aval.size * value.aval.dtype.itemsize
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["straight", "in a scan"])
+def test_a_mask_is_split_as_its_first_reader_needs_it_and_splits_no_other(loops: bool):
+    """Nothing that depends on no argument hands layouts on from one reader to another."""
+
+    def step(x, whole):
+        mask = jnp.broadcast_to(jnp.tri(WIDTH, dtype=bool), (ROWS, WIDTH, WIDTH))
+
+        def masked(y, _):
+            return jnp.where(mask, jnp.tanh(y), 0.0), None
+
+        masked_x = jax.lax.scan(masked, x, None, LAYERS)[0] if loops else masked(x, None)[0]
+        return masked_x, jnp.where(mask, whole, 1.0)
+
+    by_rows = PartitionSpec("data", None, None)
+    traced = laid_out(step, shape(by_rows, ROWS, WIDTH, WIDTH), shape(None, ROWS, WIDTH, WIDTH))
+    masked, whole = traced.block.outputs
+    assert parts(masked) == (8, 1, 1)
+    assert parts(whole) == (1, 1, 1)
+    masks = [
+        value
+        for op in traced.block.ops
+        for value in op.outputs
+        if value.aval.shape == (ROWS, WIDTH, WIDTH) and value.aval.dtype == bool
+    ]
+    assert masks
+    assert all(parts(mask) == (8, 1, 1) for mask in masks)
+    read = [v for op in traced.block.ops if op.loop is not None for v in op.loop.body.inputs]
+    assert loops == bool(read)
+    assert all(parts(v) == (8, 1, 1) for v in read if v.aval.shape == (ROWS, WIDTH, WIDTH))
