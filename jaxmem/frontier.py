@@ -55,7 +55,7 @@ def frontier(
 
     Cost:
         One trace and ``points`` searches; over several devices one compile, elsewhere none; with
-        ``compile`` about ``points + 8``.
+        ``compile`` about ``points + 8``, over several GPUs up to twice as many.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):

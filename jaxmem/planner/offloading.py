@@ -132,7 +132,7 @@ class Offloader:
         for turn, candidate in members:
             keep[turn] = keep[turn] - {candidate.name}
             offload[turn] = offload[turn] - {candidate.name}
-        return self.evaluate(keep, offload)
+        return self.evaluate(keep, {turn: names for turn, names in offload.items() if names})
 
 
 def outside(groups: Mapping[str, Members], paths: Collection[str]) -> dict[str, Members]:

@@ -31,6 +31,8 @@ from jaxmem.targets.compiling import (
 from jaxmem.targets.target import Target
 
 MOST_SMALLEST = 6
+# What is predicted to take less of the budget has room for collectives beside other work.
+_ROOMY = 0.8
 
 
 def rates_of(target: Target) -> Rates:
@@ -207,6 +209,10 @@ class Compiler:
     def _may_overlap(self) -> bool:
         """Whether the compiler chooses what runs beside collectives."""
         return self.program.sharded and self.target.platform == "gpu"
+
+    def is_near(self, predicted_bytes: int) -> bool:
+        """Whether what is predicted to take so much comes near the budget."""
+        return self.budget_bytes is not None and predicted_bytes > _ROOMY * self.budget_bytes
 
     def may_take_less(self, solution: Solution | None) -> bool:
         """Whether :attr:`alone` makes another program of a solution."""

@@ -115,6 +115,7 @@ class _Curve:
         if over and compiler.may_take_less(solution):
             # As where a budget is planned for, which that would be over.
             alone = compiler.attempt_least(solution)
-            attempt = min(attempt, alone, key=lambda a: a.compiled.memory.total_bytes)
+            both = (attempt, alone)
+            attempt = min(both, key=lambda a: (bool(a.problem), a.compiled.memory.total_bytes))
         total = attempt.compiled.memory.total_bytes
         return replace(point, compiled_bytes=total, problem=attempt.problem)

@@ -178,6 +178,8 @@ class _Choosing:
                 predicted = compiler.search.keep_all.temp_bytes
             else:
                 self._set_order(option)
+                total = self.fixed + int(solution.temp_bytes * self.scale)
+                compiler.alone = compiler.is_near(total)
                 attempt = compiler.attempt(solution)
                 compiled, problem, predicted = (
                     attempt.compiled,

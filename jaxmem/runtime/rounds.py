@@ -13,11 +13,12 @@ from jaxmem.planner.fill import Solution
 from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
-from jaxmem.runtime.compiler import Attempt, Compiler
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import OnHost
+from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.tries import MOST_COMPILES, Outcome, Tries
+from jaxmem.runtime.tries import MOST_COMPILES, Outcome
 from jaxmem.targets.compiling import (
     Compiled,
     memory_schedules,
@@ -27,13 +28,10 @@ from jaxmem.units import format_bytes
 
 # Names of rounds.
 FIRST_GUESS, TRIAL = "first guess", "smallest, scheduled for"
-ALONE, OVERLAPPING = "nothing beside collectives", "collectives beside other work"
-# As written (twice on a CPU), the smallest program (on a CPU once more with other options),
-# searches, and what is left for the smallest programs, which are the same whatever the budget is:
-# so the smallest budget that an error names is always reached.
+# As written (twice on a CPU and over GPUs), the smallest program (on a CPU once more with other
+# options), searches, and what is left for the smallest programs, which are the same whatever the
+# budget is: so the smallest budget that an error names is always reached.
 _MOST_SEARCHES = 5
-# What is predicted to take less of the budget has room for collectives beside other work.
-_ROOMY = 0.8
 # Below this share of the budget a plan that still recomputes is worth another try.
 _WELL_USED = 0.94
 _AIM = 0.985
@@ -90,7 +88,7 @@ def fit(
     return run.run()
 
 
-class _Rounds(Tries):
+class _Rounds(Overlaps):
     """One planning run for one budget."""
 
     searches: int = _MOST_SEARCHES
@@ -101,7 +99,6 @@ class _Rounds(Tries):
     def __init__(self, compiler: Compiler, budget: int, report: Report):
         super().__init__(compiler, budget, report)
         self.search = compiler.search
-        self.beside: set[frozenset] = set()
 
     @functools.cached_property
     def host(self) -> OnHost:
@@ -127,7 +124,7 @@ class _Rounds(Tries):
             return self._quicker_than(written)
         self._note_trials()
         if self.start is not None:
-            self._compile(FIRST_GUESS, self.start.temp_bytes, self.start, beside=True)
+            self.compile(FIRST_GUESS, self.start.temp_bytes, self.start)
         self._tighten()
         if not self.fitting:
             self._smallest_first()
@@ -137,10 +134,10 @@ class _Rounds(Tries):
             raise self._error("")
         self._quicker_simple()
         self._quicker_with_host()
-        self._overlapping()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
+        self.overlap()
         if self.bench is None:
             return self.outcome_of(self.best())
         self._try_simple()
@@ -170,7 +167,10 @@ class _Rounds(Tries):
             outcome, said = self.outcome_of(written), str(error).splitlines()[0][:200]
             note = f"a program predicted {gained / least:.1%} quicker did not compile: {said}"
             return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, note)))
-        return self.outcome_of(self.best() if self.fitting else written)
+        if not self.fitting:
+            return self.outcome_of(written)
+        self.overlap()
+        return self.outcome_of(self.best())
 
     def _beside(self, written: Chosen) -> Outcome:
         """The step as written, or what is quicker on the device."""
@@ -203,35 +203,7 @@ class _Rounds(Tries):
         """Compile a solution, if that was not done and a compile is left."""
         if self.left() > 0 and solution.key not in self.tried:
             self.announce(solution)
-            self._compile(name or solution.solver, limit, solution)
-
-    def _compile(
-        self, name: str, limit: int, solution: Solution, *, beside: bool = False
-    ) -> Attempt:
-        """Compile a solution and take it down.
-
-        Told what room there is for collectives beside other work, XLA:GPU may take more: a GPT of
-        1.3e9 parameters over two H200 compiled to 15.5 GiB, and with nothing beside them to the
-        13.96 that were predicted, at 99% of its speed. So what is predicted to come near the budget
-        has nothing beside them, unless ``beside`` asks for it, nor has what would not fit with it.
-        """
-        near = self.predicted(solution) > _ROOMY * self.budget
-        self.compiler.alone = near and not beside
-        if self.compiler.alone:
-            return self._recorded(name, limit, solution)
-        self.beside.add(solution.key)
-        before, attempt = self.scale, self._recorded(name, limit, solution)
-        over = attempt.compiled.memory.total_bytes > self.budget
-        if over and self.compiler.may_take_less(solution) and self.left() > 0:
-            self.compiler.alone, self.scale = True, before
-            self.announce(solution)
-            attempt = self._recorded(f"{name}, {ALONE}", limit, solution)
-        return attempt
-
-    def _recorded(self, name: str, limit: int, solution: Solution) -> Attempt:
-        attempt = self.compiler.attempt(solution)
-        self.record(name, limit, attempt)
-        return attempt
+            self.compile(name or solution.solver, limit, solution)
 
     def _quickest(self) -> list[Chosen]:
         return sorted(self.fitting, key=lambda chosen: chosen.cost)[:_MOST_TIMED]
@@ -287,6 +259,7 @@ class _Rounds(Tries):
         reserved = self.compiler.most_smallest - bool(self.compiler.trials)
         if self.host.allowed:
             reserved += _FEWEST_WITH_HOST
+        self.reserved = reserved
         limit, fits, too_much = int(room / self.scale * _AIM), 0, 0
         for _ in range(self.searches):
             solution = self.search.solve(limit, self.host_bytes or 0)
@@ -299,7 +272,7 @@ class _Rounds(Tries):
                 return  # More room is of no use; on a CPU one more compile predicts better.
             self.announce(solution)
             predicted = self.predicted(solution)
-            attempt = self._compile("search", limit, solution)
+            attempt = self.compile("search", limit, solution)
             memory = attempt.compiled.memory
             used, fitted = memory.temp_bytes, memory.total_bytes <= self.budget
             if fitted and attempt.problem:
@@ -338,6 +311,7 @@ class _Rounds(Tries):
         self.scale = self.unscaled
         with self.search.afresh():
             self._fewest_in_host_memory()
+        self.reserved = 0
         if self.fitting:
             return
         # Paper may say too much of it; an error would name this one.
@@ -351,7 +325,10 @@ class _Rounds(Tries):
         sets = host.sets(self.budget)
         first = 0
         # The last compile is for what an error names: the smallest program with what helps there.
-        for _ in range(min(self.left() - 1, _MOST_WITH_HOST)):
+        self.reserved = 1
+        for _ in range(_MOST_WITH_HOST):
+            if self.left() <= self.reserved:
+                break
             found = host.fewest(sets[first:], self._room, self.tried)
             if found is None:
                 break
@@ -370,21 +347,6 @@ class _Rounds(Tries):
         if quickest is not None and quickest.cost < least and self.left() > 0:
             self._attempt_with_host(quickest)
 
-    def _overlapping(self) -> None:
-        """Collectives run beside other work after all where the quickest fits with them, too."""
-        chosen = self.best()
-        if chosen.solution is None or chosen.solution.key in self.beside or self.left() < 1:
-            return
-        self.compiler.alone = False
-        if not self.compiler.may_take_less(chosen.solution):
-            return
-        self.announce(chosen.solution)
-        attempt = self.compiler.attempt(chosen.solution)
-        predicted, total = chosen.predicted_bytes, attempt.compiled.memory.total_bytes
-        self.note(OVERLAPPING, predicted, predicted, attempt.compiled, attempt.problem)
-        if total <= self.budget and not attempt.problem:
-            self.fitting[self.fitting.index(chosen)] = replace(chosen, compiled=attempt.compiled)
-
     def _room(self, away: int) -> int:
         """Predicted temporaries that fit beside what is left with so many bytes away."""
         return int((self.budget - self.fixed + away) / self.scale * _AIM)
@@ -392,7 +354,7 @@ class _Rounds(Tries):
     def _attempt_with_host(self, solution: Solution) -> None:
         self.announce(solution)
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-        self._compile("with host memory", self.budget - self.fixed + hosted, solution)
+        self.compile("with host memory", self.budget - self.fixed + hosted, solution)
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest program with as much as possible in host memory compiles to."""

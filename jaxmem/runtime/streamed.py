@@ -421,7 +421,8 @@ def _with_updates(
         if not kept:
             raise
         smallest, solution = min(kept, key=lambda found: found[0])
-        compiled, most = compiler.compile(solution), window(pieces)
+        options = compiler.least_options(solution)
+        compiled, most = compiler.compile(solution, options=options), window(pieces)
         plain = in_one(pieces, compiler.block(solution), compiled, target, smallest, most)
         needed = max((need.least_bytes for need in plain.memory), default=0)
         if needed <= error.smallest_bytes:

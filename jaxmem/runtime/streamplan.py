@@ -91,6 +91,9 @@ def _plan(
     temporaries = first.predicted_bytes - pieces.first.fixed_bytes if found.cut is pieces else None
     on_paper, paper_needs = needs_on_paper(found, simulator, temporaries)
     predicted = [need.beside_bytes + w for need, w in zip(paper_needs, windows, strict=True)]
+    on_paper_bytes = max([on_paper.total_bytes + ahead, *predicted])
+    if asked.plan is not None:  # Of which the first part's own prediction is not part.
+        on_paper_bytes = asked.plan.predicted_bytes
     window = max(windows, default=0)
     moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
     by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
@@ -105,7 +108,7 @@ def _plan(
         argument_bytes=first.argument_bytes - pieces.lent_bytes,
         output_bytes=sum(here.values()),
         aliased_bytes=sum(here[n] for n in program.places if n in here),
-        predicted_bytes=max([on_paper.total_bytes + ahead, *predicted]),
+        predicted_bytes=on_paper_bytes,
         compiled_bytes=max([found.first.memory.total_bytes + ahead, *taken]),
         keep_all_predicted_bytes=program.fixed_bytes + written.temp_bytes,
         keep_all_compiled_bytes=None,
