@@ -22,7 +22,10 @@ from jaxmem.targets.topology import devices
 from tests.problems import PROBLEMS, pure
 
 ON = [("cpu", "conv_linen"), ("cpu", "branches"), ("cpu", "mixed_leaves"), ("h100", "lstm")]
-ALL = [(target, name) for target in ("cpu", "h100") for name in PROBLEMS]
+# JAX lowers a callback only for a GPU that is there; what jaxmem compiles has a stand-in for it.
+NOT_ABSENT = ("effects",)
+ALL = [("cpu", name) for name in PROBLEMS]
+ALL += [("h100", name) for name in PROBLEMS if name not in NOT_ABSENT]
 
 
 def compiled(target: str, name: str) -> jax.stages.Compiled:
