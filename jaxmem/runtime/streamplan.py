@@ -92,7 +92,7 @@ def _plan(
     on_paper, paper_needs = needs_on_paper(found, simulator, temporaries)
     predicted = [need.beside_bytes + w for need, w in zip(paper_needs, windows, strict=True)]
     on_paper_bytes = max([on_paper.total_bytes + ahead, *predicted])
-    if asked.plan is not None:  # Of which the first part's own prediction is not part.
+    if asked.plan is not None:  # It does not say what was predicted of the first part alone.
         on_paper_bytes = asked.plan.predicted_bytes
     window = max(windows, default=0)
     moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
