@@ -6,8 +6,9 @@
 Every row is a process of its own on the same device, one after the other, so that the allocator's
 peak is that row's; where XLA took more to choose kernels than the step takes, the row is run again
 with what was compiled. First the step as it is written, in JAX; budgets are shares of the
-allocator's peak of that. Then JAX's checkpoint policies on every block, the optimizer's state on
-the host in JAX alone, jaxmem inside each budget, and PyTorch: eager, every block compiled with
+allocator's peak of that, or of what it compiles to where it does not fit. Then jaxmem inside each
+budget (``--auto``: also with ``host=jaxmem.AUTO``), JAX's checkpoint policies on every block, the
+optimizer's state on the host in JAX alone, and PyTorch: eager, every block compiled with
 ``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
 the optimizer on the CPU. Medians of several samples of about a second, in which steps are
 started ahead of the device as a training loop does. A row that fails says why.
@@ -17,6 +18,7 @@ With ``--json`` rows that are in the file already are not run again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -35,6 +37,8 @@ HERE = Path(__file__).resolve().parent
 SHARES = (0.5, 0.3)
 ACTIVATION_BUDGETS = (1.0, 0.5, 0.3, 0.1, 0.0)
 KEEP_ALL = "jax: keep-all"
+# Without ``host=`` and, with ``--auto``, where the planner may keep state in host memory.
+JAXMEM = ("jaxmem", "jaxmem host=AUTO")
 # Nothing in these nets is a matrix product of any size.
 CONVOLUTIONAL = ("resnet", "unet3d")
 
@@ -48,19 +52,23 @@ class Way:
     share: float | None = None
 
     @property
+    def of_jaxmem(self) -> bool:
+        return self.way in JAXMEM
+
+    @property
     def name(self) -> str:
         if self.share is None:
             return f"{self.framework}: {self.way}"
-        shown = f"{self.share:.0%}" if self.way == "jaxmem" else f"{self.share:g}"
+        shown = f"{self.share:.0%}" if self.of_jaxmem else f"{self.share:g}"
         return f"{self.framework}: {self.way} {shown}"
 
 
-def ways_of(net: str, only: str | None) -> list[Way]:
+def ways_of(net: str, only: str | None, auto: bool) -> list[Way]:
     stock = ["keep-all", "nothing_saveable", "save names", "offload names", "optimizer offload"]
     if net not in CONVOLUTIONAL:
         stock[2:2] = ["dots_saveable", "dots_with_no_batch_dims_saveable"]
     found = [Way("jax", way) for way in stock]
-    found[1:1] = [Way("jax", "jaxmem", share) for share in SHARES]
+    found[1:1] = [Way("jax", way, share) for way in JAXMEM[: 1 + auto] for share in SHARES]
     found += [Way("torch", way) for way in ("eager", "checkpoint", "compile + checkpoint")]
     found += [Way("torch", "compile", share) for share in ACTIVATION_BUDGETS]
     found += [Way("torch", way) for way in ("save_on_cpu", "cpu optimizer")]
@@ -77,7 +85,7 @@ def measured(way: Way, options: argparse.Namespace, rows: dict[str, dict]) -> di
         "samples": options.samples,
         "limit": way.share,
     }
-    if way.way == "jaxmem":
+    if way.of_jaxmem:
         base = rows[KEEP_ALL].get("peak_bytes") or rows[KEEP_ALL].get("compiled_bytes")
         if not base:
             return {"error": "keep-all did not run: there is nothing to take a share of"}
@@ -144,9 +152,10 @@ def shown(name: str, row: dict) -> str:
 def verdicts(rows: dict[str, dict]) -> list[str]:
     """For each budget: was it kept, and what else that fits it is how fast."""
     told = []
-    for share in SHARES:
-        name = Way("jax", "jaxmem", share).name
-        row = rows.get(name, {})
+    for way, share in itertools.product(JAXMEM, SHARES):
+        name = Way("jax", way, share).name
+        if (row := rows.get(name)) is None:
+            continue
         if "seconds" not in row:
             told.append(f"{name}: not measured")
             continue
@@ -177,6 +186,7 @@ def main() -> int:
     parser.add_argument("net", choices=["resnet", "bert", "gpt", "unet3d"])
     parser.add_argument("--size", help="one of the net's SIZES; the headline one by default")
     parser.add_argument("--only", choices=["jax", "torch"])
+    parser.add_argument("--auto", action="store_true", help="jaxmem with host=AUTO as well")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=420, help="seconds for a row")
     parser.add_argument("--torch-python", default=sys.executable)
@@ -189,7 +199,7 @@ def main() -> int:
     if options.json and options.json.exists():
         result = json.loads(options.json.read_text())
     result["versions"] = versions()
-    for way in ways_of(options.net, options.only):
+    for way in ways_of(options.net, options.only, options.auto):
         if way.name in result["rows"]:
             continue
         row = result["rows"][way.name] = measured(way, options, result["rows"])

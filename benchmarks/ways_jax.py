@@ -42,6 +42,9 @@ STOCK: dict[str, Callable[[JaxWorkload], Any]] = {
 # there and gives it back there.
 OPTIMIZER_OFFLOAD = "optimizer offload"
 
+# What is given as ``host=``.
+JAXMEM: dict[str, Any] = {"jaxmem": None, "jaxmem host=AUTO": jaxmem.AUTO}
+
 
 def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict:
     """Run one way and say what it took.
@@ -49,9 +52,11 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
     Args:
         net: a module of ``workloads``.
         size: one of its ``SIZES``.
-        way: a key of :data:`STOCK`, :data:`OPTIMIZER_OFFLOAD` or ``"jaxmem"``.
+        way: a key of :data:`STOCK`, :data:`OPTIMIZER_OFFLOAD` or one of :data:`JAXMEM`.
         budget: bytes, for jaxmem.
         samples: how many samples of steps are timed.
+
+    A step that the device has no room for says so in ``"error"``, beside what it compiled to.
     """
     module = importlib.import_module(f"benchmarks.workloads.{net}")
     # Flash attention is cuDNN's; a dry run elsewhere spells it out.
@@ -63,7 +68,7 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
     if way in STOCK:
         work = workload(remat_policy=STOCK[way](work))
     started = time.perf_counter()
-    step, place, told = _fitted(work, budget) if way == "jaxmem" else _compiled(work, way)
+    step, place, told = _fitted(work, budget, way) if way in JAXMEM else _compiled(work, way)
     told["prepare_seconds"] = time.perf_counter() - started
     told["compiling_peak_bytes"] = peak_bytes()
     state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
@@ -75,7 +80,12 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
         held["state"], loss = step(held["state"], batch)
         return loss
 
-    seconds, losses = timed(once, lambda: jax.block_until_ready(held["state"]), samples)
+    try:
+        seconds, losses = timed(once, lambda: jax.block_until_ready(held["state"]), samples)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return told | {"error": str(error).splitlines()[0]}
     told |= {
         "seconds": seconds,
         "losses": losses,
@@ -93,9 +103,11 @@ def peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _fitted(work: JaxWorkload, budget: int | None) -> tuple[Any, Callable[..., Any], dict]:
+def _fitted(
+    work: JaxWorkload, budget: int | None, way: str
+) -> tuple[Any, Callable[..., Any], dict]:
     """The step inside a budget, what places its state, and what its plan says."""
-    step = jaxmem.fit(work.step, budget=budget, donate_argnums=0, progress=False)
+    step = jaxmem.fit(work.step, budget=budget, host=JAXMEM[way], donate_argnums=0, progress=False)
     plan = step.plan(jax.eval_shape(work.state), jax.eval_shape(work.batch))
     told = {
         "compiled_bytes": plan.compiled_bytes,
@@ -105,6 +117,7 @@ def _fitted(work: JaxWorkload, budget: int | None) -> tuple[Any, Callable[..., A
         "host_bytes": plan.host_bytes,
         "rounds": len(plan.rounds),
         "solver": plan.solver,
+        "notes": list(plan.notes),
     }
     return step, lambda state, batch: step.place(state, batch)[0], told
 

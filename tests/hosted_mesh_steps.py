@@ -234,7 +234,7 @@ def a_copy_that_fails() -> None:
     """It is made again with nothing else under way, and no program runs twice."""
     run, state = fit(), first_state(TX)
     state = run.place(state, X)[0]
-    real, left = stream._Run._copy, [1]
+    real, left = stream.Run._copy, [1]
 
     def fails(self, *args):
         if left[0]:
@@ -242,13 +242,13 @@ def a_copy_that_fails() -> None:
             raise RuntimeError("RESOURCE_EXHAUSTED: injected")
         return real(self, *args)
 
-    stream._Run._copy = fails
+    stream.Run._copy = fails
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             found = run(state, X)
     finally:
-        stream._Run._copy = real
+        stream.Run._copy = real
     assert any("worked with nothing else under way" in str(w.message) for w in told)
     same(jax.jit(STEP)(first_state(TX), X), found)
 

@@ -151,7 +151,7 @@ def failing(run, args, times: int, where: str, monkeypatch):
         where: what the error of a second failure names.
         monkeypatch: pytest's.
     """
-    real, left = stream._Run._run, [times]
+    real, left = stream.Run._run, [times]
 
     def fails(self, item, alone):
         if item.part.chunks and left[0]:
@@ -159,7 +159,7 @@ def failing(run, args, times: int, where: str, monkeypatch):
             raise RuntimeError("RESOURCE_EXHAUSTED: injected")
         return real(self, item, alone)
 
-    monkeypatch.setattr(stream._Run, "_run", fails)
+    monkeypatch.setattr(stream.Run, "_run", fails)
     if times == 1:
         with pytest.warns(UserWarning, match="worked with nothing else under way"):
             return run(*args)

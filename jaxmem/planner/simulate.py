@@ -94,28 +94,6 @@ class Simulator:
         held = {v for v in block.outputs if isinstance(v, Value) and not v.host}
         return self._run(block.inputs, block.ops, block.outputs, held)
 
-    def most_beside(self, block: Block, donated: Sequence[Value]) -> int:
-        """The most bytes at once that are not of inputs which stay as they are.
-
-        These are temporaries, results from where they are made on, and donated inputs until they
-        are read last: XLA puts temporaries where results will be and where such inputs were.
-        """
-        run = self.step(block)
-        fusion = fuse(block.inputs, block.ops, block.outputs)
-        dying: dict[int, list[Value]] = {}
-        for value, index in _last_read(block, fusion, donated).items():
-            dying.setdefault(index, []).append(value)
-        live, most = sum(v.nbytes for v in donated), 0
-        for index, (op, kind, made) in enumerate(
-            zip(block.ops, fusion.kinds, fusion.made, strict=True)
-        ):
-            born, dead = [v for v in made if v in run.results], dying.get(index, [])
-            over = _written_over(op, kind, made, dead, fusion.spared[index]) if made else []
-            live += sum(v.nbytes for v in born)
-            most = max(most, live + run.timeline[index] - sum(v.nbytes for v in over))
-            live -= sum(v.nbytes for v in dead)
-        return most
-
     def iteration(self, loop: Loop) -> Simulation:
         """Simulate one iteration of a loop; rows of an array that it fills are written out."""
         return self.body(loop.body, loop.num_carry - loop.filled)
@@ -161,7 +139,7 @@ class Simulator:
                 live += sum([v.nbytes for v in born])
                 now = live
                 if dead and born:
-                    over = _written_over(op, kind, born, dead, fusion.spared[index])
+                    over = written_over(op, kind, born, dead, fusion.spared[index])
                     now -= sum([v.nbytes for v in over])
                     replaced.update(dict.fromkeys(over, index))
                 seconds += self.seconds(op, kind, fusion)
@@ -340,7 +318,7 @@ def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Va
     return ends
 
 
-def _last_read(block: Block, fusion: Fusion, inputs: Sequence[Value]) -> dict[Value, int]:
+def last_read(block: Block, fusion: Fusion, inputs: Sequence[Value]) -> dict[Value, int]:
     """The last operation that reads each input; not of those that are results as they are."""
     kept = {root for v in block.outputs if isinstance(v, Value) for root in fusion.roots[v]}
     found = {v: 0 for v in inputs if v not in kept}
@@ -353,7 +331,7 @@ def _last_read(block: Block, fusion: Fusion, inputs: Sequence[Value]) -> dict[Va
     return found
 
 
-def _written_over(
+def written_over(
     op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value], spared: Sequence[Value]
 ) -> list[Value]:
     """The operands that die here and that results of the same size are written over."""

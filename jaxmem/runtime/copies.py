@@ -86,6 +86,10 @@ class Copier:
         self.unmarked = False
         return _marker(self.devices)()
 
+    def wait(self, arrays: Any) -> Any:
+        """The arrays, once they are there."""
+        return jax.block_until_ready(arrays)
+
 
 @functools.lru_cache(maxsize=64)
 def _marker(devices: Sequence[Any]) -> Callable[[], Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxmem.planner.places import temporary_bytes
 from jaxmem.planner.simulate import Simulator
-from jaxmem.program.ir import Block
 from jaxmem.program.parts import Part
 from jaxmem.program.rowwise import Chunks
 from jaxmem.runtime.parts import Need, needs
@@ -29,29 +28,21 @@ def needs_on_paper(
     """
     cut = found.cut
     if first_temp_bytes is None:
-        memory, program = found.first.memory, cut.first
-        first_temp_bytes = _more(program.block, program.donated, memory, simulator)
+        program = cut.first
+        given = [program.block.inputs[n] for n in program.donated]
+        first_temp_bytes = temporary_bytes(simulator, program.block, given)
     first = replace(found.first.memory, temp_bytes=first_temp_bytes)
     parts = [
-        replace(one.memory, temp_bytes=_temporaries(part, one.memory, simulator))
+        replace(one.memory, temp_bytes=_temporaries(part, simulator))
         for part, one in zip(cut.parts, found.parts, strict=True)
     ]
     return first, needs(cut, first, parts)
 
 
-def _temporaries(part: Part, memory: CompiledMemory, simulator: Simulator) -> int:
-    if part.chunks is None:
-        return _more(part.block, part.donated, memory, simulator)
-    return _by_rows(part.chunks, simulator)
-
-
-def _more(
-    block: Block, donated: Sequence[int], memory: CompiledMemory, simulator: Simulator
-) -> int:
-    """What does not fit where results will be and where donated inputs were."""
-    given = [block.inputs[n] for n in donated]
-    places = sum(v.nbytes for v in given) + memory.output_bytes - memory.alias_bytes
-    return max(0, simulator.most_beside(block, given) - places)
+def _temporaries(part: Part, simulator: Simulator) -> int:
+    if part.chunks is not None:
+        return _by_rows(part.chunks, simulator)
+    return temporary_bytes(simulator, part.block, [part.block.inputs[n] for n in part.donated])
 
 
 def _by_rows(chunks: Chunks, simulator: Simulator) -> int:

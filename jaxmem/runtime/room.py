@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError
 from jaxmem.program.cut import Cut
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.host import host_limit, host_memory
-from jaxmem.runtime.parts import Need
+from jaxmem.runtime.staging import Pieces
+from jaxmem.runtime.streamplan import with_rounding
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_budget, format_bytes
@@ -60,8 +59,14 @@ def host_bytes(pieces: Cut) -> int:
 
 
 def check_fits(
-    pieces: Cut, memory: Sequence[Need], budget_bytes: int, target: Target, first: Outcome
+    pieces: Cut, plain: Pieces, budget_bytes: int, target: Target, first: Outcome
 ) -> None:
+    """Check that each update fits beside what is there.
+
+    Raises:
+        BudgetInfeasibleError: one does not.
+    """
+    memory = plain.memory
     largest = max(memory, key=lambda need: need.least_bytes, default=None)
     if largest is None or largest.least_bytes <= budget_bytes:
         return
@@ -70,7 +75,7 @@ def check_fits(
     named = paths[0] if paths else pieces.written.arguments[0].path
     count = len(paths)
     together = f" and {count - 1} more at once" if count > 1 else ""
-    smallest = largest.least_bytes
+    smallest = with_rounding(plain, largest.least_bytes, target)
     raise BudgetInfeasibleError(
         f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: updating "
         f"{named}{together} takes {format_bytes(largest.way_bytes)} beside "

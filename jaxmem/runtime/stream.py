@@ -77,7 +77,7 @@ class Stream:
         Raises:
             StepInterruptedError: a part failed twice, after others had changed their leaves.
         """
-        run = _Run(self, [*ready, *self.buffers.taken()])
+        run = Run(self, [*ready, *self.buffers.taken()])
         with undisturbed():
             run.begin()
             return finish(run)
@@ -162,7 +162,7 @@ class Stream:
         return dict(zip(numbers, places, strict=True))
 
 
-class _Run:
+class Run:
     """One step under way.
 
     Attributes:
@@ -176,7 +176,7 @@ class _Run:
         lost: copies to the host that failed; ``done`` the items that ran.
     """
 
-    def __init__(self, stream: Stream, ready: Sequence[Any]):
+    def __init__(self, stream: Stream, ready: Sequence[Any], copier: Any = None):
         self.stream, self.cut = stream, stream.cut
         block, hosting = self.cut.program.block, self.cut.hosting
         self.on_host: dict[Value, Any] = {}
@@ -186,7 +186,8 @@ class _Run:
         for (n, value), array in zip(given, ready, strict=True):
             (self.on_host if n in hosting.inputs else self.env)[value] = array
         self.on_host.update((v, self.on_host[leaf]) for v, leaf in self.cut.lent.items())
-        self.copier = Copier(next(iter(self.on_host.values())).sharding.addressable_devices)
+        first = next(iter(self.on_host.values()))
+        self.copier = copier or Copier(first.sharding.addressable_devices)
         self.here: dict[tuple[int, Value], Any] = {}
         self.back: dict[Value, Any] = {}
         self.given: dict[int, Any] = {}
@@ -205,9 +206,9 @@ class _Run:
         self._fetch_ahead(self.stream.ahead_bytes)
         first = self.cut.first.block
         self.copier.mark()
-        outputs = jax.block_until_ready(self.stream.first(*(self.env[v] for v in first.inputs)))
+        outputs = self.copier.wait(self.stream.first(*(self.env[v] for v in first.inputs)))
         # The last copies of the step before have room beside the first part, and not later.
-        jax.block_until_ready(list(self.on_host.values()))
+        self.copier.wait(list(self.on_host.values()))
         self.given = {n: outputs[place] for n, place in self.stream.given.items()}
         self._take(self.stream.names or first.outputs, outputs)
 
@@ -265,7 +266,7 @@ class _Run:
             return  # What came after it failed.
         arrays = [self._given(v) for v in part.reads]
         while part.stage and len(self.queued) >= STAGES_QUEUED:
-            jax.block_until_ready(self.queued.popleft())
+            self.copier.wait(self.queued.popleft())
         self.copier.mark()
         outputs = item.run(*arrays)
         del arrays
@@ -277,7 +278,7 @@ class _Run:
         self._take(part.names, outputs)
         self.back.update((v, self.env.pop(v)) for v in part.hosted)
         if alone:
-            jax.block_until_ready(outputs)
+            self.copier.wait(outputs)
         elif part.stage:
             self.queued.append(self.copier.end())
 
@@ -362,7 +363,7 @@ class _Run:
         """Until memory of the oldest copy is free; whether there was one to wait for."""
         if self.leaving:
             arrays, way_bytes = self.leaving[0]
-            jax.block_until_ready([array for array in arrays if not array.is_deleted()])
+            self.copier.wait([array for array in arrays if not array.is_deleted()])
             self.leaving.popleft()
             self.under_way -= way_bytes
             return True
@@ -374,7 +375,7 @@ class _Run:
     def _wait(self) -> None:
         """Until the oldest copy to the host has ended; what it replaces is given up then."""
         send = self.sends[0]
-        jax.block_until_ready(send.arrays)
+        self.copier.wait(send.arrays)
         self.sends.popleft()
         self.under_way -= send.way_bytes
         send.delete_old()
@@ -383,7 +384,7 @@ class _Run:
         """Let what is under way end; forget what was fetched and not used, and what failed."""
         for send in self.sends:
             try:
-                jax.block_until_ready(send.arrays)
+                self.copier.wait(send.arrays)
                 send.delete_old()
             except Exception:  # Whatever it was, it is copied again, and that may say so.
                 self.lost.append(send)
@@ -392,7 +393,7 @@ class _Run:
         self.sends.clear()
         for array in (*self.here.values(), *self.queued):
             with contextlib.suppress(Exception):
-                jax.block_until_ready(array)
+                self.copier.wait(array)
         self.here.clear()
         self.queued.clear()
         self.leaving.clear()

@@ -11,13 +11,13 @@ from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
 from jaxmem.program.joining import joinable
 from jaxmem.program.parts import Part
-from jaxmem.runtime import following, guard, rounds
+from jaxmem.runtime import guard
 from jaxmem.runtime.asked import Asked, check_layouts
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.gradients import lent_beyond, plan_first, plan_with_updates
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.room import (
-    LENT_SHARE,
     check_fits,
     check_host,
     check_stages,
@@ -26,7 +26,7 @@ from jaxmem.runtime.room import (
     window,
 )
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
-from jaxmem.runtime.streamplan import outcome_of
+from jaxmem.runtime.streamplan import RoundedUpError, outcome_of
 from jaxmem.runtime.tries import Outcome
 from jaxmem.runtime.winning import check_after, check_before
 from jaxmem.targets.target import Target
@@ -73,6 +73,46 @@ def fit(
         # What it was planned for decides about stages and rows, wherever it is followed.
         planned_bytes = asked.plan.budget_bytes
         budget_bytes = min(budget_bytes, planned_bytes)
+    less, smallest, cause = 0, budget_bytes, None
+    for _ in range(_ROUNDS):
+        given = compiler_of, target, budget_bytes - less, report
+        try:
+            found = _fit(program, asked, planned_bytes, *given)
+        except RoundedUpError as error:
+            less += error.nbytes
+        except BudgetInfeasibleError as error:
+            if not less:
+                raise
+            smallest, cause = error.smallest_bytes, error
+            break
+        else:
+            return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
+    smallest += less
+    raise BudgetInfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: XLA's allocator gives "
+        f"out larger blocks than are asked for, {format_bytes(less)} in all, as arrays of "
+        f"{program.name} come and go in many sizes.\n"
+        f'  Use budget="{format_budget(smallest)}", or name fewer arguments in host=.',
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        holders=cause.holders if cause else (),
+    ) from cause
+
+
+def _fit(
+    program: Program,
+    asked: Asked,
+    planned_bytes: int,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+) -> Outcome:
+    """The same; what it is planned for decides about sizes.
+
+    Raises:
+        RoundedUpError: XLA's allocator would give out more than the budget.
+    """
     bucket = min(_BUCKET_BYTES, planned_bytes // _BUCKETS)
     whole = min(_WHOLE_BYTES, planned_bytes // _WHOLE_SHARE)
     given = compiler_of, target, budget_bytes, report
@@ -168,6 +208,8 @@ def _smaller(
             _along(way, asked, compiler_of, target, tried, report)
         except _NotAlongError as error:
             against = error
+        except RoundedUpError:
+            break
         else:
             return tried
     return smallest
@@ -197,18 +239,18 @@ def _apart(
     """The step with updates that come after the loops that make their gradients."""
     check_host(pieces, asked, target)
     compiler = compiler_of(pieces.first)
-    room = budget_bytes + _beside(pieces, budget_bytes)
+    room = budget_bytes + lent_beyond(pieces, budget_bytes)
     check_before(pieces, asked, compiler, room, budget_bytes)
     if pieces.lent:
         first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
     else:
-        first = _with_updates(pieces, asked, compiler, target, budget_bytes, report)
+        first = plan_with_updates(pieces, asked, compiler, target, budget_bytes, report)
         check_after(pieces, asked, compiler, first.block, budget_bytes)
         report(f"compiling {len(pieces.parts)} updates")
         options = dict(first.plan.options)
         most = window(pieces)
         plain = in_one(pieces, first.block, first.compiled, target, budget_bytes, most)
-        check_fits(pieces, plain.memory, budget_bytes, target, first)
+        check_fits(pieces, plain, budget_bytes, target, first)
         found = in_stages(plain, first.block, target, budget_bytes, options)
     return _outcome(first, pieces, found, budget_bytes, target, asked)
 
@@ -272,11 +314,11 @@ def _along(
     loops = joinable(pieces.first.block, pieces.first.block.outputs, pieces.parts)
     stacks = [v for made in loops.values() for v in made]
     less, smallest = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks), 0
-    room = budget_bytes + _beside(pieces, budget_bytes) - less
+    room = budget_bytes + lent_beyond(pieces, budget_bytes) - less
     check_before(pieces, asked, compiler, room, budget_bytes, joining=True)
     for _ in range(_ROUNDS):
         try:
-            first = _first(pieces, asked, compiler, budget_bytes, report, less)
+            first = plan_first(pieces, asked, compiler, budget_bytes, report, less)
         except BudgetInfeasibleError as error:
             smallest = error.smallest_bytes
             break
@@ -322,7 +364,7 @@ def _lent(
     check_stages(pieces)
     less, left, against = 0, _ROUNDS, ""
     while True:
-        first = _first(pieces, asked, compiler, budget_bytes, report, less)
+        first = plan_first(pieces, asked, compiler, budget_bytes, report, less)
         check_after(pieces, asked, compiler, first.block, budget_bytes)
         report(f"compiling stages and {len(pieces.parts)} updates")
         options = dict(first.plan.options)
@@ -357,81 +399,3 @@ def _told(plan: Plan, against: str) -> Plan:
         return plan
     note = f"what loops read row by row is fetched whole: {against}"
     return replace(plan, notes=(*plan.notes, note))
-
-
-def _beside(pieces: Cut, budget_bytes: int) -> int:
-    """Bytes that lent leaves take while all are there, beyond what they may take of the budget."""
-    return pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // LENT_SHARE)
-
-
-def _first(
-    pieces: Cut,
-    asked: Asked,
-    compiler: Compiler,
-    budget_bytes: int,
-    report: Report,
-    less: int = 0,
-) -> Outcome:
-    """What computes the gradients, planned; leaves that are lent to it do not count.
-
-    It is planned as one program, which takes all of them at once, and then run in stages, of which
-    each takes the few that it reads.
-    """
-    more = _beside(pieces, budget_bytes) - less
-    try:
-        if asked.plan is None:
-            found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
-        else:
-            plan = replace(asked.plan, hosted=(), streamed=None, host_bytes=0)
-            found = following.follow(compiler, plan, budget_bytes + more, report)
-    except BudgetInfeasibleError as error:
-        if not more:
-            raise
-        # Of a larger budget what is lent may take more, too.
-        beside = error.smallest_bytes - pieces.lent_bytes + less
-        smallest = min(beside * LENT_SHARE // (LENT_SHARE - 1) + 1, error.smallest_bytes + less)
-        raise BudgetInfeasibleError(
-            f"no plan fits budget={format_bytes(budget_bytes)}: beside the arguments that host= "
-            f"names {pieces.program.name} takes {format_bytes(smallest)}, as far as was found.\n"
-            f'  Use budget="{format_budget(smallest)}".',
-            budget_bytes=budget_bytes,
-            smallest_bytes=smallest,
-            holders=error.holders,
-        ) from error
-    return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
-
-
-def _with_updates(
-    pieces: Cut,
-    asked: Asked,
-    compiler: Compiler,
-    target: Target,
-    budget_bytes: int,
-    report: Report,
-) -> Outcome:
-    """What computes the gradients; where it does not fit, the error counts the updates as well.
-
-    Raises:
-        BudgetInfeasibleError: it does not fit.
-    """
-    try:
-        return _first(pieces, asked, compiler, budget_bytes, report)
-    except BudgetInfeasibleError as error:
-        kept = [] if asked.plan is not None else compiler.least().kept
-        if not kept:
-            raise
-        smallest, solution = min(kept, key=lambda found: found[0])
-        options = compiler.least_options(solution)
-        compiled, most = compiler.compile(solution, options=options), window(pieces)
-        plain = in_one(pieces, compiler.block(solution), compiled, target, smallest, most)
-        needed = max((need.least_bytes for need in plain.memory), default=0)
-        if needed <= error.smallest_bytes:
-            raise
-        raise BudgetInfeasibleError(
-            f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: what computes the "
-            f"gradients takes {format_bytes(error.smallest_bytes)}, and the largest update beside "
-            f'it {format_bytes(needed)}.\n  Use budget="{format_budget(needed)}".',
-            budget_bytes=budget_bytes,
-            smallest_bytes=needed,
-            holders=error.holders,
-        ) from error

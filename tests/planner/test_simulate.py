@@ -83,21 +83,6 @@ def test_written_out_recomputations_are_counted_exactly(line: Line, data, host: 
     assert list(simulation.timeline) == interpreted(block, outputs_are_temporary=False)
 
 
-@given(lines(), st.data())
-def test_results_and_donated_inputs_count_while_they_are_there(line: Line, data):
-    block = line.block
-    donated = data.draw(st.lists(st.sampled_from(block.inputs), unique=True))
-    reads = {v: n for n, op in enumerate(block.ops) for v in op.inputs}
-    makes = {v: n for n, op in enumerate(block.ops) for v in op.outputs}
-    # From where a value is made, or the start, to where it is read last, or the end.
-    spans = [(0, reads.get(v, 0), v.nbytes) for v in donated]
-    for v, start in makes.items():
-        end = len(block.ops) if v in block.outputs else reads.get(v, start)
-        spans.append((start, end, v.nbytes))
-    live = [sum(n for a, b, n in spans if a <= at <= b) for at in range(len(block.ops))]
-    assert Simulator(RATES).most_beside(block, donated) == max(live)
-
-
 @given(lines())
 def test_lifetimes_add_up_to_the_timeline(line: Line):
     simulation = Simulator(RATES).step(line.block)

@@ -105,7 +105,7 @@ def test_what_is_on_the_device_is_never_more_than_the_budget(monkeypatch, budget
     state = run.place(fresh(), X)[0]
     plan = run.plan(state, X)
     run._make(run._caller.take((state, X), {}))
-    before, seen, real = on_device_bytes() - X.nbytes, [], stream._Run._run
+    before, seen, real = on_device_bytes() - X.nbytes, [], stream.Run._run
 
     def watched(self, item, alone):
         memory = item.run.memory_analysis()
@@ -114,7 +114,7 @@ def test_what_is_on_the_device_is_never_more_than_the_budget(monkeypatch, budget
         assert self.under_way <= max(item.room_bytes, item.way_bytes)
         real(self, item, alone)
 
-    monkeypatch.setattr(stream._Run, "_run", watched)
+    monkeypatch.setattr(stream.Run, "_run", watched)
     run(state, X)
     assert len(seen) > plan.streamed.stages
     assert max(seen) <= plan.compiled_bytes <= budget * MIB

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import jaxmem
-from tests.paper_device import Device, most_bytes
+from jaxmem.runtime import streamplan
+from jaxmem.runtime.rehearsal import rehearsed
 from tests.streamed_steps import MIB, OPTIMIZERS, X, in_small_buckets, net, state_with, step_with
 
 pytestmark = pytest.mark.wide  # What it holds does not depend on the version of Python.
@@ -92,7 +93,7 @@ def planned(name: str, budget: int):
     ("name", "mib"),
     [
         ("forward", 5),
-        ("mixed", 17),
+        ("mixed", 18),
         ("mixed", 30),
         ("adam", 12),
         ("adam", 16),
@@ -107,25 +108,24 @@ def test_memory_of_steps_in_a_row_stays_within_the_budget(
     stream = planned(name, mib * MIB)
     rng = random.Random(name)
     seconds = [rng.random() * 5e-3 for _ in range(len(stream.items) + 1)]
-    device = Device(bytes_per_second)
-    most = most_bytes(stream, device, seconds.__getitem__, steps=3)
-    assert 0 < most <= mib * MIB
+    device = rehearsed(stream, bytes_per_second, seconds.__getitem__, steps=3)
+    assert 0 < device.most <= device.allocator.most <= mib * MIB
 
 
 # In a window of three leaves Adam's update has one temporary leaf more from newer XLA.
-ADAM_WITHIN = 0.03 if jax.__version_info__ < (0, 11) else 0.15
+ADAM_WITHIN = 0.03 if jax.__version_info__ < (0, 11) else 0.10
 
 
 @pytest.mark.parametrize(
     ("name", "mib", "within"),
     [
         ("forward", 5, 0.03),
-        ("mixed", 17, 0.03),
+        ("mixed", 18, 0.03),
         ("mixed", 30, 0.03),
         ("adam", 12, ADAM_WITHIN),
-        ("adam", 16, ADAM_WITHIN),
+        ("adam", 16, 0.03),
         ("clipped twice, moments", 40, 0.03),
-        ("clipped gradients", 18, 0.05),
+        ("clipped gradients", 18, 0.06),
     ],
 )
 @pytest.mark.usefixtures("small_buckets")
@@ -134,7 +134,21 @@ def test_what_is_predicted_of_a_step_in_pieces_is_about_what_its_programs_take(
 ):
     """Its copies on the way and stages that hand over what the whole would hold at once."""
     plan = plan_of(name, mib * MIB)
-    assert 1 - within < plan.predicted_bytes / plan.compiled_bytes < 1 + within
+    given_out = streamplan.given_out_for(planned(name, mib * MIB), jaxmem.Target("h200"))
+    assert given_out <= plan.budget_bytes
+    assert 1 - within < plan.predicted_bytes / given_out < 1 + within
+
+
+def test_a_budget_for_what_the_allocator_adds_is_named_and_works(monkeypatch, small_buckets):
+    given_out, more = streamplan.given_out_for, 8 * MIB
+    monkeypatch.setattr(
+        streamplan, "given_out_for", lambda stream, target: given_out(stream, target) + more
+    )
+    with pytest.raises(jaxmem.BudgetInfeasibleError, match="XLA's allocator gives out") as raised:
+        plan_of("mixed", int(16.3 * MIB))
+    smallest = raised.value.smallest_bytes
+    assert 16.3 * MIB < smallest <= 16.3 * MIB + 2 * more
+    assert plan_of("mixed", smallest).budget_bytes == smallest
 
 
 @pytest.mark.parametrize(("name", "mib"), [("adam", 16), ("clipped twice, moments", 40)])
@@ -195,6 +209,5 @@ def test_blocks_that_the_allocator_rounds_up_stay_within_the_budget(
     stream = outcome.stream
     computing = [n for n, item in enumerate(stream.items) if item.part.stage]
     seconds = dict.fromkeys([*computing, len(stream.items)], 0.4 / (len(computing) + 1))
-    device = Device(bytes_per_second)
-    most_bytes(stream, device, lambda n: seconds.get(n, 2e-4), steps=4)
+    device = rehearsed(stream, bytes_per_second, lambda n: seconds.get(n, 2e-4), steps=4)
     assert 0.95 * budget < device.allocator.most <= budget

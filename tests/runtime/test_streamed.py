@@ -172,7 +172,7 @@ def test_stages_hand_over_what_the_next_ones_read(deep):
 
 def test_what_no_later_part_reads_is_not_held(monkeypatch, deep):
     """Residuals of the first stage are given up as the backward pass goes on."""
-    state, seen, real = deep.placed(), [], stream._Run._run
+    state, seen, real = deep.placed(), [], stream.Run._run
 
     def watched(self, item, alone):
         real(self, item, alone)
@@ -184,7 +184,7 @@ def test_what_no_later_part_reads_is_not_held(monkeypatch, deep):
         held = {id(a) for a in self.given.values()}
         assert not held & {id(a) for a in self.env.values()}
 
-    monkeypatch.setattr(stream._Run, "_run", watched)
+    monkeypatch.setattr(stream.Run, "_run", watched)
     deep.check(deep.run(state, ROWS))
     assert len(seen) == len(next(iter(deep.run._outcomes.values())).stream.items)
     assert not any(seen)

@@ -1,0 +1,115 @@
+"""Which temporaries go where results will be and where donated inputs were, as XLA assigns buffers.
+
+XLA goes through buffers from the largest down. A result has a place of its own, a donated input
+that of the result it becomes. A temporary goes whole to a place that is no smaller and free while
+it is there; what fits none is packed into one allocation (``MaybeAssignBuffer`` and the heap
+simulator in XLA's ``buffer_assignment``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxmem.planner.simulate import Simulation, Simulator, last_read, written_over
+from jaxmem.program.fusion import Fusion, fuse
+from jaxmem.program.ir import Block, Value
+
+# What is smaller is packed with the rest: all of it together is next to nothing.
+_SMALL_BYTES = 2**20
+
+
+class Span(NamedTuple):
+    """Memory that is taken from one operation to another, both included."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+class Place:
+    """Memory of a result.
+
+    Attributes:
+        nbytes: of it.
+        taken: by the result, and by what else is there.
+    """
+
+    def __init__(self, nbytes: int, *taken: Span):
+        self.nbytes, self.taken = nbytes, list(taken)
+
+    def has_room(self, span: Span) -> bool:
+        """Whether a temporary fits, and is not there while something else is."""
+        apart = (span.end < other.start or span.start > other.end for other in self.taken)
+        return span.nbytes <= self.nbytes and all(apart)
+
+
+def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]) -> int:
+    """The most temporaries at once that go to no result's place.
+
+    Args:
+        simulator: for the target.
+        block: a program.
+        donated: inputs of it whose memory results may take.
+    """
+    simulation = simulator.step(block)
+    fusion = fuse(block.inputs, block.ops, block.outputs)
+    timeline = list(simulation.timeline)
+    places = _places(block, fusion, simulation, donated)
+    for span in placed(_temporaries(block, fusion, simulation), places):
+        for index in range(span.start, span.end + 1):
+            timeline[index] -= span.nbytes
+    return max(timeline, default=0)
+
+
+def placed(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
+    """The temporaries that go to ``places``, which are theirs then; the smallest that will do."""
+    found = []
+    ordered = sorted(places, key=lambda place: place.nbytes)
+    for span in sorted(spans, key=lambda span: -span.nbytes):
+        place = next((place for place in ordered if place.has_room(span)), None)
+        if place is not None:
+            place.taken.append(span)
+            found.append(span)
+    return found
+
+
+def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[Span]:
+    """Those worth a place, until a result is written over them."""
+    ends = dict(simulation.ends)
+    dying: dict[int, list[Value]] = {}
+    for value, end in ends.items():
+        if value not in simulation.results:
+            dying.setdefault(end, []).append(value)
+    for index, (op, kind, made) in enumerate(
+        zip(block.ops, fusion.kinds, fusion.made, strict=True)
+    ):
+        results = [v for v in made if v in simulation.results]
+        if results and index in dying:
+            over = written_over(op, kind, results, dying[index], fusion.spared[index])
+            ends.update(dict.fromkeys(over, index - 1))
+    return [
+        Span(life.start, ends[life.value], life.value.nbytes)
+        for life in simulation.lifetimes
+        if life.value.nbytes >= _SMALL_BYTES
+    ]
+
+
+def _places(
+    block: Block, fusion: Fusion, simulation: Simulation, donated: Sequence[Value]
+) -> list[Place]:
+    """The places of a program's results, with the donated inputs that some of them become."""
+    end = len(block.ops)
+    read = last_read(block, fusion, donated)
+    given: dict[object, list[Value]] = {}
+    for value in donated:
+        given.setdefault((value.aval.shape, value.aval.dtype), []).append(value)
+    found = []
+    for start, made in enumerate(simulation.made):
+        for value in made:
+            if value in simulation.results:
+                place = Place(value.nbytes, Span(start, end, value.nbytes))
+                if alike := given.get((value.aval.shape, value.aval.dtype)):
+                    place.taken.append(Span(-1, read.get(alike.pop(0), end), value.nbytes))
+                found.append(place)
+    return found
