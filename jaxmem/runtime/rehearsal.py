@@ -49,6 +49,11 @@ class Device:
         heapq.heappush(self._leaving, (when, next(self._count), block))
         self.settle()
 
+    def restart(self) -> None:
+        """Forget the most that there was."""
+        self.settle()
+        self.most, self.allocator.most = self.live, self.allocator.used
+
     def settle(self) -> None:
         """Take back what is free by now."""
         while self._leaving and self._leaving[0][0] <= self.python:
@@ -186,7 +191,11 @@ class _Program:
 
 
 def rehearsed(
-    stream: Stream, bytes_per_second: float, seconds: Callable[[int], float], steps: int
+    stream: Stream,
+    bytes_per_second: float,
+    seconds: Callable[[int], float],
+    steps: int,
+    made: Callable[[list[Value]], Sequence[Value]] | None = None,
 ) -> Device:
     """A device after steps in a row, each started as the one before is.
 
@@ -195,6 +204,8 @@ def rehearsed(
         bytes_per_second: of the link, in each direction.
         seconds: how long each part computes, by its number; the first one comes last.
         steps: how many.
+        made: gives the order in which all arguments were made on the device, from where those that
+            wait on the host then left; they were never there without it.
     """
     device = Device(bytes_per_second)
 
@@ -214,11 +225,12 @@ def rehearsed(
     )
     inputs, hosted = stream.cut.program.block.inputs, stream.cut.hosting.inputs
     # What is lent is the leaves themselves.
-    arrays = {
-        v: _Array(device, v, 0.0, None if n in hosted else _Buffer(device, v.nbytes))
-        for n, v in enumerate(inputs)
-        if v not in stream.cut.lent
-    }
+    given = {v: n in hosted for n, v in enumerate(inputs) if v not in stream.cut.lent}
+    order = made(list(given)) if made else [v for v in given if not given[v]]
+    buffers = {v: _Buffer(device, v.nbytes) for v in order}
+    arrays = {v: _Array(device, v, 0.0, None if given[v] else buffers[v]) for v in given}
+    buffers.clear()
+    device.restart()
     for _ in range(steps):
         run = Run(line, list(arrays.values()), _Copier(device))
         run.begin()

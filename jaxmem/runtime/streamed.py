@@ -73,7 +73,46 @@ def fit(
         # What it was planned for decides about stages and rows, wherever it is followed.
         planned_bytes = asked.plan.budget_bytes
         budget_bytes = min(budget_bytes, planned_bytes)
-    less, smallest, cause = 0, budget_bytes, None
+
+    def within(nbytes: int) -> Outcome:
+        return _in_blocks(program, asked, planned_bytes, compiler_of, target, nbytes, report)
+
+    try:
+        return within(budget_bytes)
+    except RoundedUpError as error:
+        cause = error
+    smallest = budget_bytes + cause.nbytes
+    for _ in range(_TRIES):
+        try:
+            within(smallest)
+            break
+        except RoundedUpError as error:
+            smallest += error.nbytes
+    raise BudgetInfeasibleError(
+        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: XLA's allocator gives "
+        f"out larger blocks than are asked for, {format_bytes(cause.nbytes)} too much in all, as "
+        f"arrays of {program.name} come and go in many sizes.\n"
+        f'  Use budget="{format_budget(smallest)}", or name fewer arguments in host=.',
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+    ) from cause
+
+
+def _in_blocks(
+    program: Program,
+    asked: Asked,
+    planned_bytes: int,
+    compiler_of: Callable[[Program], Compiler],
+    target: Target,
+    budget_bytes: int,
+    report: Report,
+) -> Outcome:
+    """The same, planned with less where XLA's allocator adds to what it takes.
+
+    Raises:
+        RoundedUpError: however little it is planned with, or no plan takes so little.
+    """
+    less = 0
     for _ in range(_ROUNDS):
         given = compiler_of, target, budget_bytes - less, report
         try:
@@ -83,20 +122,10 @@ def fit(
         except BudgetInfeasibleError as error:
             if not less:
                 raise
-            smallest, cause = error.smallest_bytes, error
-            break
+            raise RoundedUpError(error.smallest_bytes + less - budget_bytes) from error
         else:
             return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
-    smallest += less
-    raise BudgetInfeasibleError(
-        f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: XLA's allocator gives "
-        f"out larger blocks than are asked for, {format_bytes(less)} in all, as arrays of "
-        f"{program.name} come and go in many sizes.\n"
-        f'  Use budget="{format_budget(smallest)}", or name fewer arguments in host=.',
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        holders=cause.holders if cause else (),
-    ) from cause
+    raise RoundedUpError(less)
 
 
 def _fit(
