@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from jaxmem.planner.plan import Plan, Streamed
 from jaxmem.planner.simulate import Simulator
@@ -29,17 +28,31 @@ _ROUNDED_SHARE, _ROUNDED_BYTES = 128, 2**16
 # So many steps are rehearsed, and copies are given less room until all of a budget but this share
 # is enough, so many times.
 _STEPS, _REHEARSALS, _LEFT_SHARE = 6, 8, 256
-# How a rehearsal starts, by how many arrays lie where: with only those that stay on the device;
-# with all made there in order, as by one program, of which some left; or in any order. And what
-# the link makes of its speed.
-_LIKELY = (None, 0.7), (list, 1.0)
 
 
 def _shuffled(seed: int, values: list[Value]) -> list[Value]:
     return random.Random(seed).sample(values, len(values))
 
 
-_UNLIKELY = (partial(_shuffled, 1), 1.0), (partial(_shuffled, 2), 1.4)
+# How a rehearsal starts, by how many arrays lie where: with those alone that stay on the device;
+# with all made there in order, as by one program, of which some then left; or in any order. And
+# what the link makes of its speed.
+_ALONE, _IN_ORDER = (None, 0.7), (list, 1.0)
+_IN_ANY = (partial(_shuffled, 1), 1.0), (partial(_shuffled, 2), 1.4)
+
+
+class GivenOut(NamedTuple):
+    """The most bytes that XLA's allocator gives out at a time for a step in pieces.
+
+    Attributes:
+        least: where nothing was on the device before.
+        likely: where the arguments were made there, in order.
+        most: where they lie in any order.
+    """
+
+    least: int
+    likely: int
+    most: int
 
 
 def outcome_of(
@@ -87,7 +100,7 @@ class RoundedUpError(Exception):
 
 
 def _stream(found: Pieces, budget_bytes: int, target: Target) -> tuple[Stream, int]:
-    """The step with as much under way as there is room for, and what XLA's allocator gives out.
+    """The step with as much under way as there is room for, and what is likely given out for it.
 
     Raises:
         RoundedUpError: that is more than the budget, however little is under way.
@@ -96,19 +109,20 @@ def _stream(found: Pieces, budget_bytes: int, target: Target) -> tuple[Stream, i
     stream = _within(found, budget_bytes - left)
     if target.platform == "cpu":
         return stream, 0
-    best = stream, *given_out_for(stream, target)
+    best = stream, given_out_for(stream, target)
     for _ in range(_REHEARSALS):
-        over = best[-1] - (budget_bytes - budget_bytes // _LEFT_SHARE)
+        over = best[1].most - (budget_bytes - budget_bytes // _LEFT_SHARE)
         if over <= 0:
             break
         # Memory comes in the sizes of leaves: half of what is too much may be enough.
         left += -(-over // 2)
         stream = _within(found, budget_bytes - left)
-        best = min(best, (stream, *given_out_for(stream, target)), key=lambda tried: tried[-1])
-    stream, likely, _ = best
-    if likely > budget_bytes:
-        raise RoundedUpError(likely - budget_bytes)
-    return stream, likely
+        tried = stream, given_out_for(stream, target)
+        best = min(best, tried, key=lambda pair: pair[1].most)
+    stream, given_out = best
+    if given_out.least > budget_bytes:
+        raise RoundedUpError(given_out.least - budget_bytes)
+    return stream, given_out.likely
 
 
 def with_rounding(found: Pieces, budget_bytes: int, target: Target) -> int:
@@ -123,24 +137,17 @@ def with_rounding(found: Pieces, budget_bytes: int, target: Target) -> int:
             return budget_bytes + more
 
 
-def given_out_for(stream: Stream, target: Target) -> tuple[int, int]:
-    """The most bytes that XLA's allocator gives out at a time, in steps that are rehearsed.
-
-    Returns:
-        As arrays are likely to lie on the device, and in any order.
-    """
+def given_out_for(stream: Stream, target: Target) -> GivenOut:
+    """What XLA's allocator gives out in steps that are rehearsed."""
     rates, link = rates_of(target), target.duplex_bytes_per_second
     seconds = [block_seconds(item.part.block, rates) for item in stream.items]
     seconds.append(block_seconds(stream.cut.first.block, rates))
-
-    def most(starts: Sequence[tuple[Any, float]]) -> int:
-        return max(
-            rehearsed(stream, link * speed, seconds.__getitem__, _STEPS, made).allocator.most
-            for made, speed in starts
-        )
-
-    likely = most(_LIKELY)
-    return likely, max(likely, most(_UNLIKELY))
+    alone, in_order, *others = (
+        rehearsed(stream, link * speed, seconds.__getitem__, _STEPS, made).allocator.most
+        for made, speed in (_ALONE, _IN_ORDER, *_IN_ANY)
+    )
+    likely = max(alone, in_order)
+    return GivenOut(alone, likely, max(likely, *others))
 
 
 def _within(found: Pieces, budget_bytes: int) -> Stream:

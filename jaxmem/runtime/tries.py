@@ -15,6 +15,8 @@ from jaxmem.targets.compiling import Compiled
 from jaxmem.units import format_bytes
 
 MOST_COMPILES = 12
+# Programs as quick as each other that differ by less than this share take the same memory.
+_SAME_BYTES = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +116,11 @@ class Tries:
         self.rounds.append(Round(name, limit, predicted, total, total <= self.budget, problem))
 
     def best(self) -> Chosen:
-        """The quickest program that fits."""
-        return min(self.fitting, key=lambda chosen: chosen.cost)
+        """The quickest program that fits; of equal ones the last, which is predicted best."""
+        best = min(self.fitting, key=lambda chosen: chosen.cost)
+        seconds, nbytes = best.cost
+        alike = nbytes * (1 + _SAME_BYTES)
+        return [c for c in self.fitting if c.cost[0] == seconds and c.cost[1] <= alike][-1]
 
     def outcome_of(self, chosen: Chosen) -> Outcome:
         """The plan of a program that fits."""

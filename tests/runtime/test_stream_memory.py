@@ -134,9 +134,10 @@ def test_what_is_predicted_of_a_step_in_pieces_is_about_what_its_programs_take(
 ):
     """Its copies on the way and stages that hand over what the whole would hold at once."""
     plan = plan_of(name, mib * MIB)
-    given_out, _ = streamplan.given_out_for(planned(name, mib * MIB), jaxmem.Target("h200"))
-    assert given_out <= plan.budget_bytes
-    assert 1 - within < plan.predicted_bytes / given_out < 1 + within
+    given_out = streamplan.given_out_for(planned(name, mib * MIB), jaxmem.Target("h200"))
+    assert given_out.least <= plan.budget_bytes
+    assert given_out.least <= given_out.likely <= given_out.most
+    assert 1 - within < plan.predicted_bytes / given_out.likely < 1 + within
 
 
 def test_a_budget_for_what_the_allocator_adds_is_named_and_works(monkeypatch, small_buckets):
@@ -144,7 +145,7 @@ def test_a_budget_for_what_the_allocator_adds_is_named_and_works(monkeypatch, sm
     monkeypatch.setattr(
         streamplan,
         "given_out_for",
-        lambda stream, target: [nbytes + more for nbytes in given_out(stream, target)],
+        lambda *given: streamplan.GivenOut(*(nbytes + more for nbytes in given_out(*given))),
     )
     with pytest.raises(jaxmem.BudgetInfeasibleError, match="XLA's allocator gives out") as raised:
         plan_of("mixed", int(16.3 * MIB))
