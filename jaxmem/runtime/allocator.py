@@ -23,7 +23,9 @@ class Allocator:
     """
 
     def __init__(self, nbytes: int = 2**50):
-        self._sizes, self._free, self._starts = {0: nbytes}, {0}, [0]
+        # The blocks by where they start, those starts in order, and the free ones by size.
+        self._sizes, self._starts = {0: nbytes}, [0]
+        self._free = [(nbytes, 0)]
         self.used = self.most = 0
 
     def take(self, nbytes: int) -> int:
@@ -33,31 +35,38 @@ class Allocator:
             MemoryError: no free block is large enough.
         """
         asked = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
-        large = [(self._sizes[start], start) for start in self._free if self._sizes[start] >= asked]
-        if not large:
+        at = bisect.bisect_left(self._free, (asked, -1))
+        if at == len(self._free):
             raise MemoryError(f"no free block has {asked} bytes")
-        size, start = min(large)
+        size, start = self._free.pop(at)
         if size >= 2 * asked or size - asked >= _WHOLE_BYTES:
-            self._add(start + asked, size - asked)
-            self._sizes[start] = size = asked
-        self._free.discard(start)
-        self.used += size
+            rest = start + asked
+            self._sizes[start], self._sizes[rest] = asked, size - asked
+            bisect.insort(self._starts, rest)
+            bisect.insort(self._free, (size - asked, rest))
+        self.used += self._sizes[start]
         self.most = max(self.most, self.used)
         return start
 
     def give(self, start: int) -> None:
         """Take a block back; it becomes one with the free ones beside it."""
-        self.used -= self._sizes[start]
-        self._free.add(start)
+        size = self._sizes[start]
+        self.used -= size
         at = bisect.bisect_left(self._starts, start)
-        for left in (at, at - 1):
-            pair = self._starts[max(left, 0) : left + 2]
-            if len(pair) == 2 and self._free.issuperset(pair):
-                self._sizes[pair[0]] += self._sizes.pop(pair[1])
-                self._free.discard(pair[1])
-                self._starts.remove(pair[1])
-
-    def _add(self, start: int, size: int) -> None:
+        if at + 1 < len(self._starts) and self._leaves(after := self._starts[at + 1]):
+            del self._starts[at + 1]
+            size += self._sizes.pop(after)
+        if at and self._leaves(before := self._starts[at - 1]):
+            del self._starts[at], self._sizes[start]
+            start, size = before, size + self._sizes[before]
         self._sizes[start] = size
-        self._free.add(start)
-        bisect.insort(self._starts, start)
+        bisect.insort(self._free, (size, start))
+
+    def _leaves(self, start: int) -> bool:
+        """Whether a block was free, and is not among those any more."""
+        block = self._sizes[start], start
+        at = bisect.bisect_left(self._free, block)
+        free = at < len(self._free) and self._free[at] == block
+        if free:
+            del self._free[at]
+        return free

@@ -18,6 +18,10 @@ from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes, format_seconds
 
+# What takes host memory must be quicker than what takes none by this share: predicted 0.6% quicker,
+# a GPT of 1.3e9 parameters was 0.2% slower on an H100.
+_CLEARLY = 0.02
+
 
 @dataclass(frozen=True)
 class Way:
@@ -131,8 +135,10 @@ class _Tried:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the quickest."""
-        return math.inf if self.best is None else _seconds_of(self.best)
+        """Predicted seconds that another way must be quicker than."""
+        if self.best is None:
+            return math.inf
+        return _seconds_of(self.best) * (1 if self.best.plan.host_bytes else 1 - _CLEARLY)
 
     @property
     def nothing_to_win(self) -> bool:

@@ -268,12 +268,21 @@ def test_each_way_must_be_quicker_than_the_best_so_far():
 
     def slower(asked):
         wanted.append(asked.quicker_than)
-        return NotQuickerError(1.6) if asked.quicker_than < 1.6 else outcome(1.5)
+        return NotQuickerError(1.6) if asked.quicker_than < 1.6 else outcome(1.5, host_bytes=MIB)
 
     found, _ = choice(INFEASIBLE, [slower] * 3)
     assert wanted == [math.inf, 1.5, 1.5]
     assert found.plan.predicted_seconds == 1.5
     assert "; what only updates read on the host: at least 1.60s; all" in found.plan.notes[0]
+
+
+def test_host_memory_is_taken_for_more_than_a_hair():
+    one, slightly, clearly = outcome(2.0), outcome(1.97, MIB), outcome(1.95, MIB)
+    assert choice(one, [slightly] * 3)[0].plan.host_bytes == 0
+    assert choice(one, [slightly, clearly, clearly])[0].plan.predicted_seconds == 1.95
+    # Among those that take host memory the quickest is taken.
+    assert choice(INFEASIBLE, [slightly, clearly, one])[0].plan.predicted_seconds == 1.95
+    assert choice(outcome(1.98, MIB), [slightly, one, one])[0].plan.predicted_seconds == 1.97
 
 
 @pytest.mark.wide
