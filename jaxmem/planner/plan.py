@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.explain import Explanation
     from jaxmem.planner.frontier import Frontier
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -168,6 +168,7 @@ class Streamed:
         ahead: how many leaves are read by loops that fetch a row one iteration ahead.
         along: how many leaves are updated row by row in the loops that make their gradients.
         kept_bytes: of gradients that wait in host memory, too, until all of them are made.
+        within_bytes: what it was planned in: the budget, or less where XLA's allocator adds much.
     """
 
     stages: int
@@ -180,6 +181,7 @@ class Streamed:
     ahead: int = 0
     along: int = 0
     kept_bytes: int = 0
+    within_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ _UNIT, _WHOLE_BYTES = 256, 128 * 2**20
 
 
 class Allocator:
-    """Best fit with coalescing.
+    """Best fit with coalescing. Its memory is as good as endless: no request is refused for holes.
 
     Attributes:
         used: bytes of the blocks that are out, and ``most`` the most there were: what

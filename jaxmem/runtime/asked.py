@@ -128,6 +128,8 @@ class Asked:
         host_bytes: host memory that may be used for each device; ``None`` for what there is.
         plan: a plan to follow.
         quicker_than: predicted seconds from which on nobody wants the step.
+        given_out_bytes: what XLA's allocator may give out on each device, where the step is planned
+            in less than the budget; 0 for what it is planned in.
     """
 
     hosted: Sequence[int]
@@ -135,6 +137,7 @@ class Asked:
     host_bytes: int | None = None
     plan: Plan | None = None
     quicker_than: float = math.inf
+    given_out_bytes: int = 0
 
 
 class NotQuickerError(Exception):

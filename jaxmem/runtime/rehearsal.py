@@ -124,13 +124,14 @@ class _Copier:
         device = self.device
         earliest = max(device.queue, device.python, array.ready)
         if isinstance(place, _Place):  # The layouts of results are real ones.
+            assert array.buffer is None and not array.gone
             device.inwards = max(device.inwards, earliest) + array.nbytes / device.speed
             buffer = _Buffer(device, array.nbytes)
             buffer.until = device.inwards
             return _Array(device, array.value, device.inwards, buffer)
+        assert array.buffer is not None
         device.outwards = max(device.outwards, earliest) + array.nbytes / device.speed
-        if array.buffer is not None:
-            array.buffer.until = device.outwards
+        array.buffer.until = device.outwards
         return _Array(device, array.value, device.outwards)
 
     def mark(self) -> None:
@@ -167,12 +168,12 @@ class _Program:
 
     def __call__(self, *arrays: _Array) -> list[Any]:
         device = self.device
+        assert not any(array.gone for array in arrays)
         waited = [device.queue, device.python, *(a.ready for a in arrays)]
         device.queue = max(waited) + self.seconds
         given: dict[Any, list[_Array]] = {}
         for n in self.donated:
-            aval = arrays[n].value.aval
-            given.setdefault((aval.shape, aval.dtype), []).append(arrays[n])
+            given.setdefault(_form(arrays[n].value), []).append(arrays[n])
         found = [self._result(v, given) for v in self.block.outputs]
         device.give(device.take(self.temp_bytes))
         return found
@@ -180,7 +181,7 @@ class _Program:
     def _result(self, value: Any, given: dict[Any, list[_Array]]) -> Any:
         if not isinstance(value, Value):
             return value
-        free = given.get((value.aval.shape, value.aval.dtype))
+        free = given.get(_form(value))
         old = free.pop(0) if free else None
         buffer = old.buffer if old else None
         if old:
@@ -188,6 +189,11 @@ class _Program:
         if buffer is None and value not in self.hosted:
             buffer = _Buffer(self.device, value.nbytes)
         return _Array(self.device, value, self.device.queue, buffer)
+
+
+def _form(value: Value) -> tuple[Any, ...]:
+    """Equal for arrays of which one may take the other's memory."""
+    return value.aval.shape, value.aval.dtype, value.nbytes
 
 
 def rehearsed(
@@ -226,7 +232,9 @@ def rehearsed(
     inputs, hosted = stream.cut.program.block.inputs, stream.cut.hosting.inputs
     # What is lent is the leaves themselves.
     given = {v: n in hosted for n, v in enumerate(inputs) if v not in stream.cut.lent}
-    order = made(list(given)) if made else [v for v in given if not given[v]]
+    # The step's own buffers are never there.
+    theirs = [v for v in given if v not in {v for _, v in stream.cut.buffers}]
+    order = made(theirs) if made else [v for v in given if not given[v]]
     buffers = {v: _Buffer(device, v.nbytes) for v in order}
     arrays = {v: _Array(device, v, 0.0, None if given[v] else buffers[v]) for v in given}
     buffers.clear()
@@ -243,10 +251,9 @@ def rehearsed(
 def _next(stream: Stream, run: Run, arrays: dict[Value, _Array]) -> dict[Value, _Array]:
     """The arrays of the next step: results in the places of what they replace."""
     block, places = stream.cut.program.block, stream.cut.program.places
-    made: dict[Any, Any] = {**run.back, **run.env}
-    found = arrays | {
-        block.inputs[place]: made[block.outputs[n]]
-        for n, place in places.items()
-        if block.outputs[n] in made
-    }
+    found, back = dict(arrays), stream.cut.hosting.results
+    for n, place in places.items():
+        made: dict[Any, Any] = run.back if n in back else run.env
+        if block.outputs[n] in made:
+            found[block.inputs[place]] = made[block.outputs[n]]
     return {v: run.on_host.get(v, a) if a.gone else a for v, a in found.items()}

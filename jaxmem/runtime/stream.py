@@ -99,6 +99,12 @@ class Stream:
         items = tuple(replace(item, run=part.executable) for item, part in pairs)
         return replace(self, first=local.executable, items=items)
 
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Device memory that copies may take: beside the first part, at the end, beside each."""
+        beside = (max(item.room_bytes, item.way_bytes) for item in self.items)
+        return self.ahead_bytes, self.tail_bytes, *beside
+
     @functools.cached_property
     def buffers(self) -> Buffers:
         """What holds stacks of gradients from the loop that makes them to their updates."""
@@ -111,8 +117,11 @@ class Stream:
 
     def home_of(self, number: int) -> Any:
         """Where a result that goes to the host lives there."""
-        program = self.cut.program
-        return in_host_memory(program.layouts()[program.places[number]])
+        return in_host_memory(self._layouts[self.cut.program.places[number]])
+
+    @functools.cached_property
+    def _layouts(self) -> Sequence[Any]:
+        return self.cut.program.layouts()
 
     @functools.cached_property
     def handed_back(self) -> frozenset[Value]:

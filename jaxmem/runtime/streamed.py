@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError
+from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, JaxmemError
 from jaxmem.planner.plan import Plan
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
@@ -42,6 +43,7 @@ _ROUNDS = 4
 # So many budgets are tried for an error to name, larger by this share where nothing tells by how
 # much.
 _TRIES, _MORE_SHARE = 6, 6
+_TRIES_ROUNDED = 2
 
 
 def fit(
@@ -74,25 +76,35 @@ def fit(
         planned_bytes = asked.plan.budget_bytes
         budget_bytes = min(budget_bytes, planned_bytes)
 
-    def within(nbytes: int) -> Outcome:
-        return _in_blocks(program, asked, planned_bytes, compiler_of, target, nbytes, report)
-
+    given = compiler_of, target
+    if asked.plan is not None:
+        told = asked.plan.streamed
+        within = min(budget_bytes, told.within_bytes) if told else budget_bytes
+        asked = replace(asked, given_out_bytes=budget_bytes)
+        found = _fit(program, asked, planned_bytes, *given, within, report)
+        return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
     try:
-        return within(budget_bytes)
+        return _in_blocks(program, asked, *given, budget_bytes, report)
     except RoundedUpError as error:
         cause = error
-    smallest = budget_bytes + cause.nbytes
-    for _ in range(_TRIES):
+    # The time that takes is only worth it where nothing else is tried.
+    verified, smallest = False, budget_bytes + cause.nbytes
+    for _ in range(_TRIES_ROUNDED if math.isinf(asked.quicker_than) else 0):
         try:
-            within(smallest)
-            break
+            _in_blocks(program, asked, *given, smallest, report)
         except RoundedUpError as error:
             smallest += error.nbytes
+        except JaxmemError:
+            break
+        else:
+            verified = True
+            break
     raise BudgetInfeasibleError(
         f"no plan fits budget={format_bytes(budget_bytes)} on {target.name}: XLA's allocator gives "
-        f"out larger blocks than are asked for, {format_bytes(cause.nbytes)} too much in all, as "
-        f"arrays of {program.name} come and go in many sizes.\n"
-        f'  Use budget="{format_budget(smallest)}", or name fewer arguments in host=.',
+        f"out larger blocks than are asked for, as arrays of {program.name} come and go in many "
+        f"sizes, and would give out {format_bytes(cause.nbytes)} too much.\n"
+        f'  {"Use" if verified else "Try"} budget="{format_budget(smallest)}", or name fewer '
+        "arguments in host=.",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
     ) from cause
@@ -101,31 +113,34 @@ def fit(
 def _in_blocks(
     program: Program,
     asked: Asked,
-    planned_bytes: int,
     compiler_of: Callable[[Program], Compiler],
     target: Target,
     budget_bytes: int,
     report: Report,
 ) -> Outcome:
-    """The same, planned with less where XLA's allocator adds to what it takes.
+    """The step planned in less than the budget where XLA's allocator adds to what it takes.
 
     Raises:
-        RoundedUpError: however little it is planned with, or no plan takes so little.
+        RoundedUpError: that is no help; by how much it was too much at least.
     """
-    less = 0
+    asked, less = replace(asked, given_out_bytes=budget_bytes), 0
+    least = math.inf
     for _ in range(_ROUNDS):
         given = compiler_of, target, budget_bytes - less, report
         try:
-            found = _fit(program, asked, planned_bytes, *given)
+            found = _fit(program, asked, budget_bytes, *given)
         except RoundedUpError as error:
+            if error.nbytes >= least:
+                break
+            least = error.nbytes
             less += error.nbytes
-        except BudgetInfeasibleError as error:
+        except BudgetInfeasibleError:
             if not less:
                 raise
-            raise RoundedUpError(error.smallest_bytes + less - budget_bytes) from error
+            break
         else:
             return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
-    raise RoundedUpError(less)
+    raise RoundedUpError(int(least))
 
 
 def _fit(

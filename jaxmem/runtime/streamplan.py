@@ -20,6 +20,7 @@ from jaxmem.runtime.staging import Pieces
 from jaxmem.runtime.stream import Item, Stream
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.target import Target
+from jaxmem.units import format_bytes
 
 # Room that copies leave for what XLA's allocator adds (``allocator``): at least this share of a
 # budget. Of 24 GiB an H200 gave 33.6 MB more than was planned; of 20.3, where 113 programs hand
@@ -73,16 +74,25 @@ def outcome_of(
     Args:
         first: what computes the gradients, planned, and ``pieces`` what it was cut from.
         found: the pieces compiled.
-        budget_bytes: bytes on each device, and ``host_bytes`` what waits beside it.
+        budget_bytes: what it is planned in on each device; ``host_bytes`` waits beside it.
         target: what it is compiled for.
-        asked: which leaves wait.
+        asked: which leaves wait, and what may be given out.
     """
-    stream, given_out = _stream(found, budget_bytes, target)
-    plan = _plan(first.plan, pieces, stream, found, target, asked, host_bytes)
-    if given_out and asked.plan is None:  # One that is followed says so already.
+    most = asked.given_out_bytes or budget_bytes
+    stream, given_out = _stream(found, most, target)
+    if given_out.least > most and asked.plan is None:
+        raise RoundedUpError(given_out.least - most)
+    plan = _plan(first.plan, pieces, stream, found, target, asked, host_bytes, budget_bytes)
+    if given_out.likely and asked.plan is None:  # One that is followed says so already.
         # Copies never fill all the room they have, and the allocator adds to what they do.
-        beyond = given_out - plan.compiled_bytes
+        beyond = given_out.likely - plan.compiled_bytes
         plan = replace(plan, predicted_bytes=plan.predicted_bytes + beyond)
+    if given_out.likely > most:
+        note = (
+            f"XLA's allocator may give out {format_bytes(given_out.likely)}, more than the budget, "
+            "as it gives out blocks larger than are asked for"
+        )
+        plan = replace(plan, notes=(*plan.notes, note))
     # What the step keeps for itself is none of the caller's.
     hosting = Hosting(
         pieces.hosting.inputs.intersection(range(len(pieces.written.block.inputs))),
@@ -99,42 +109,38 @@ class RoundedUpError(Exception):
         self.nbytes = nbytes
 
 
-def _stream(found: Pieces, budget_bytes: int, target: Target) -> tuple[Stream, int]:
-    """The step with as much under way as there is room for, and what is likely given out for it.
+def _stream(found: Pieces, most_bytes: int, target: Target) -> tuple[Stream, GivenOut]:
+    """The step with as much under way as there is room for, and what is given out for it.
 
-    Raises:
-        RoundedUpError: that is more than the budget, however little is under way.
+    That is over ``most_bytes`` where it would be with the least under way.
     """
-    left = max(_ROUNDED_BYTES, budget_bytes // _ROUNDED_SHARE)
-    stream = _within(found, budget_bytes - left)
+    left = max(_ROUNDED_BYTES, most_bytes // _ROUNDED_SHARE)
+    stream = _within(found, most_bytes - left)
     if target.platform == "cpu":
-        return stream, 0
-    best = stream, given_out_for(stream, target)
-    for _ in range(_REHEARSALS):
-        over = best[1].most - (budget_bytes - budget_bytes // _LEFT_SHARE)
+        return stream, GivenOut(0, 0, 0)
+    tried = [(stream, given_out_for(stream, target))]
+    while len(tried) <= _REHEARSALS:
+        over = tried[-1][1].most - (most_bytes - most_bytes // _LEFT_SHARE)
         if over <= 0:
             break
         # Memory comes in the sizes of leaves: half of what is too much may be enough.
         left += -(-over // 2)
-        stream = _within(found, budget_bytes - left)
-        tried = stream, given_out_for(stream, target)
-        best = min(best, tried, key=lambda pair: pair[1].most)
-    stream, given_out = best
-    if given_out.least > budget_bytes:
-        raise RoundedUpError(given_out.least - budget_bytes)
-    return stream, given_out.likely
+        stream, before = _within(found, most_bytes - left), stream
+        if stream.rooms == before.rooms:
+            break
+        tried.append((stream, given_out_for(stream, target)))
+    return min(tried, key=lambda pair: (pair[1].least > most_bytes, pair[1].most))
 
 
 def with_rounding(found: Pieces, budget_bytes: int, target: Target) -> int:
     """So large a budget leaves room for what XLA's allocator adds as well."""
-    more = 0
-    while True:
-        try:
-            _stream(found, budget_bytes + more, target)
-        except RoundedUpError as error:
-            more += error.nbytes
-        else:
-            return budget_bytes + more
+    needed = budget_bytes
+    for _ in range(_REHEARSALS):
+        _, given_out = _stream(found, needed, target)
+        if given_out.least <= needed:
+            break
+        needed = max(given_out.least, needed + (needed - budget_bytes))
+    return needed
 
 
 def given_out_for(stream: Stream, target: Target) -> GivenOut:
@@ -176,6 +182,7 @@ def _plan(
     target: Target,
     asked: Asked,
     host_bytes: int,
+    within_bytes: int,
 ) -> Plan:
     """The plan of the whole step."""
     program = pieces.written
@@ -227,5 +234,6 @@ def _plan(
             ahead=len({v for item in stream.items for v in item.part.waiting}),
             along=sum(len(one.homes) for one in by_rows if one.beside) - len(pieces.buffers),
             kept_bytes=sum(v.nbytes for _, v in pieces.buffers),
+            within_bytes=within_bytes,
         ),
     )
