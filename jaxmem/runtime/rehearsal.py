@@ -96,6 +96,14 @@ class _Array:
         self.sharding = _Place("device" if buffer else "pinned_host")
         self.gone = False
 
+    def moved(self, place: _Place) -> _Array:
+        """The array there, which results are that are arguments or other results as they are."""
+        if place == self.sharding:
+            return self
+        here = place.memory_kind == "device"
+        buffer = _Buffer(self.device, self.nbytes) if here else None
+        return _Array(self.device, self.value, self.ready, buffer)
+
     def is_ready(self) -> bool:
         return self.ready <= self.device.python
 
@@ -251,9 +259,16 @@ def rehearsed(
 def _next(stream: Stream, run: Run, arrays: dict[Value, _Array]) -> dict[Value, _Array]:
     """The arrays of the next step: results in the places of what they replace."""
     block, places = stream.cut.program.block, stream.cut.program.places
-    found, back = dict(arrays), stream.cut.hosting.results
+    # As atoms some are literals, which nothing has made.
+    back, env, on_host = (dict[Any, Any](d) for d in (run.back, run.env, run.on_host))
+    found = dict(arrays)
     for n, place in places.items():
-        made: dict[Any, Any] = run.back if n in back else run.env
-        if block.outputs[n] in made:
-            found[block.inputs[place]] = made[block.outputs[n]]
-    return {v: run.on_host.get(v, a) if a.gone else a for v, a in found.items()}
+        atom, given = block.outputs[n], run.given.get(n)
+        if n in stream.cut.hosting.results:
+            array = back.get(atom, on_host.get(atom, given))
+        else:
+            array = given or env.get(atom, on_host.get(atom))
+        if array is not None:
+            found[block.inputs[place]] = array
+    now = {v: on_host.get(v, a) if a.gone else a for v, a in found.items()}
+    return {v: now[v].moved(arrays[v].sharding) for v in now}
