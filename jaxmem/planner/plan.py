@@ -168,7 +168,8 @@ class Streamed:
         ahead: how many leaves are read by loops that fetch a row one iteration ahead.
         along: how many leaves are updated row by row in the loops that make their gradients.
         kept_bytes: of gradients that wait in host memory, too, until all of them are made.
-        within_bytes: what it was planned in: the budget, or less where XLA's allocator adds much.
+        within_bytes: what it was planned in: the budget (0 as well), or less where XLA's allocator
+            adds much.
     """
 
     stages: int

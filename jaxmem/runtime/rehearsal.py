@@ -267,7 +267,7 @@ def _next(stream: Stream, run: Run, arrays: dict[Value, _Array]) -> dict[Value, 
         if n in stream.cut.hosting.results:
             array = back.get(atom, on_host.get(atom, given))
         else:
-            array = given or env.get(atom, on_host.get(atom))
+            array = env.get(atom, on_host.get(atom)) if given is None else given
         if array is not None:
             found[block.inputs[place]] = array
     now = {v: on_host.get(v, a) if a.gone else a for v, a in found.items()}

@@ -75,11 +75,10 @@ def fit(
         # What it was planned for decides about stages and rows, wherever it is followed.
         planned_bytes = asked.plan.budget_bytes
         budget_bytes = min(budget_bytes, planned_bytes)
-
     given = compiler_of, target
     if asked.plan is not None:
         told = asked.plan.streamed
-        within = min(budget_bytes, told.within_bytes) if told else budget_bytes
+        within = min(budget_bytes, told.within_bytes or budget_bytes) if told else budget_bytes
         asked = replace(asked, given_out_bytes=budget_bytes)
         found = _fit(program, asked, planned_bytes, *given, within, report)
         return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))

@@ -199,10 +199,6 @@ def _plan(
     on_paper_bytes = max([on_paper.total_bytes + ahead, *predicted])
     if asked.plan is not None:  # It does not say what was predicted of the first part alone.
         on_paper_bytes = asked.plan.predicted_bytes
-    window = max(windows, default=0)
-    moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
-    by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
-    updates = [n for n in moved if not stream.items[n].part.stage]
     here = {
         n: nbytes
         for n, nbytes in enumerate(program.result_bytes)
@@ -223,17 +219,27 @@ def _plan(
         host_bytes=first.host_bytes + host_bytes,
         hosted=tuple(program.arguments[n].path for n in sorted(asked.hosted)),
         notes=(*first.notes, *asked.notes),
-        streamed=Streamed(
-            stages=found.stages,
-            updates=len(updates),
-            programs=len({id(found.parts[n]) for n in updates}),
-            fetched_bytes=found.cut.fetched_bytes,
-            sent_bytes=pieces.sent_bytes,
-            window_bytes=max([window, *(chunks.nbytes for chunks in by_rows)]),
-            by_rows=sum(one.beside is None for one in by_rows),
-            ahead=len({v for item in stream.items for v in item.part.waiting}),
-            along=sum(len(one.homes) for one in by_rows if one.beside) - len(pieces.buffers),
-            kept_bytes=sum(v.nbytes for _, v in pieces.buffers),
-            within_bytes=within_bytes,
-        ),
+        streamed=_streamed(stream, found, pieces, max(windows, default=0), within_bytes),
+    )
+
+
+def _streamed(
+    stream: Stream, found: Pieces, pieces: Cut, window_bytes: int, within_bytes: int
+) -> Streamed:
+    """How its leaves are updated."""
+    moved = [n for n, item in enumerate(stream.items) if any(item.part.moved_bytes)]
+    by_rows = [item.part.chunks for item in stream.items if item.part.chunks]
+    updates = [n for n in moved if not stream.items[n].part.stage]
+    return Streamed(
+        stages=found.stages,
+        updates=len(updates),
+        programs=len({id(found.parts[n]) for n in updates}),
+        fetched_bytes=found.cut.fetched_bytes,
+        sent_bytes=pieces.sent_bytes,
+        window_bytes=max([window_bytes, *(chunks.nbytes for chunks in by_rows)]),
+        by_rows=sum(one.beside is None for one in by_rows),
+        ahead=len({v for item in stream.items for v in item.part.waiting}),
+        along=sum(len(one.homes) for one in by_rows if one.beside) - len(pieces.buffers),
+        kept_bytes=sum(v.nbytes for _, v in pieces.buffers),
+        within_bytes=within_bytes,
     )
