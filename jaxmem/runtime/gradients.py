@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxmem.errors import BudgetInfeasibleError
+from jaxmem.errors import BudgetInfeasibleError, VerificationError
+from jaxmem.planner.plan import Plan
 from jaxmem.program.cut import Cut
 from jaxmem.runtime import following, rounds
 from jaxmem.runtime.asked import Asked
@@ -42,7 +43,7 @@ def plan_first(
             found = rounds.fit(compiler, budget_bytes + more, report, host_bytes=0)
         else:
             plan = replace(asked.plan, hosted=(), streamed=None, host_bytes=0)
-            found = following.follow(compiler, plan, budget_bytes + more, report)
+            found = _followed(compiler, plan, budget_bytes, more, report)
     except BudgetInfeasibleError as error:
         if not more:
             raise
@@ -58,6 +59,21 @@ def plan_first(
             holders=error.holders,
         ) from error
     return replace(found, plan=replace(found.plan, budget_bytes=budget_bytes))
+
+
+def _followed(
+    compiler: Compiler, plan: Plan, budget_bytes: int, more: int, report: Report
+) -> Outcome:
+    """The first part by a plan made before, with ``more`` for what is lent to it."""
+    try:
+        return following.follow(compiler, plan, budget_bytes + more, report)
+    except VerificationError as error:
+        if budget_bytes >= plan.budget_bytes:
+            raise
+        raise VerificationError(
+            f"{plan.function}: the plan was made for budget={format_bytes(plan.budget_bytes)} and "
+            f"does not fit {format_bytes(budget_bytes)}. Plan again."
+        ) from error
 
 
 def plan_with_updates(

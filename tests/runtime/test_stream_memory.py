@@ -179,6 +179,15 @@ def test_a_plan_that_is_followed_says_what_it_said(name: str, mib: int):
         assert plan.compiled_bytes == before.compiled_bytes
 
 
+@pytest.mark.usefixtures("small_buckets")
+def test_a_plan_in_less_than_it_was_made_for_names_both_budgets():
+    step, arguments, _ = step_and_state("adam")
+    settings = {"budget": 11 * MIB, "plan": plan_of("adam", 16 * MIB), "target": "h200"}
+    run = jaxmem.fit(step, donate_argnums=0, progress=False, **settings)
+    with pytest.raises(jaxmem.VerificationError, match=r"made for budget=16.0MiB .* fit 11.0MiB"):
+        run.plan(*arguments)
+
+
 def deep(state, x):
     """A net of large matrices with Adam, whose parameters stay on the device."""
 
