@@ -2,12 +2,14 @@
 
     python benchmarks/kernels.py unet3d --budget 39.10GiB 23.46GiB --json OUT    # on the device
     JAX_PLATFORMS=cpu python benchmarks/kernels.py unet3d --budget 39GiB         # predicted only
+    python benchmarks/kernels.py gpt --budget 33.89GiB --policy nothing_saveable # beside stock JAX
 
 Plans a net of ``headline.py`` inside each budget (as written first), profiles one step and adds up
 its kernels by what they are: convolutions, matrix products, everything else. Beside each sum is
-that of the simulator. The longest kernels are listed with the bytes of their operands and results,
-by which one sees which are slower than the device's memory. Command buffers are off, so that each
-kernel is traced by itself.
+that of the simulator. ``--policy`` adds the net with a checkpoint policy of JAX on every block.
+The longest kernels are listed with the bytes of their operands and results, by which one sees which
+are slower than the device's memory, and what all blocks do alike is added up. Command buffers are
+off, so that each kernel is traced by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from jaxmem.planner.simulate import Simulator
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets.target import Target
 
-LISTED = 30
+LISTED, KEPT_MS, ALIKE = 30, 0.1, 120
 _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)(.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
@@ -100,7 +102,8 @@ def kernel_events(folder: Path) -> Iterator[tuple[str, str, float]]:
 def profiled(step: Any, work: JaxWorkload, text: str) -> dict[str, Any]:
     """The kernels of one step, added up and the longest of them."""
     state, batch = jax.jit(work.state)(), jax.jit(work.batch)()
-    (state, batch) = step.place(state, batch)
+    if hasattr(step, "place"):
+        state, batch = step.place(state, batch)
     for _ in range(3):
         state, _ = step(state, batch)
     jax.block_until_ready(state)
@@ -111,16 +114,21 @@ def profiled(step: Any, work: JaxWorkload, text: str) -> dict[str, Any]:
             jax.block_until_ready(state)
         events = list(kernel_events(Path(name)))
     sums: dict[str, float] = defaultdict(float)
+    alike: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     kernels: dict[str, dict[str, Any]] = {}
     for op, kernel, ms in events:
         its = known.get(op, {"kind": "", "op_name": "", "type": "", "nbytes": 0})
         sums[class_of(its["op_name"])] += ms
         row = kernels.setdefault(op or kernel, {"ms": 0.0, "kernel": kernel[:80], **its})
         row["ms"] += ms
-    longest = sorted(kernels.items(), key=lambda item: -item[1]["ms"])[:LISTED]
+        group = alike[" ".join(_BITS.sub("#", its[key]) for key in ("kind", "op_name")) or kernel]
+        group[0] += 1
+        group[1] += ms
+    longest = sorted(kernels.items(), key=lambda item: -item[1]["ms"])
     return {
         "kernels_ms": dict(sums),
-        "longest": [{"op": op, **row} for op, row in longest],
+        "longest": [{"op": op, **row} for op, row in longest if row["ms"] >= KEPT_MS],
+        "alike": dict(sorted(alike.items(), key=lambda item: -item[1][1])[:ALIKE]),
     }
 
 
@@ -139,6 +147,7 @@ def main() -> int:
     parser.add_argument("net", choices=["resnet", "bert", "gpt", "unet3d"])
     parser.add_argument("--size")
     parser.add_argument("--budget", nargs="*", default=[])
+    parser.add_argument("--policy", nargs="*", default=[], help="of jax.checkpoint_policies")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     module = importlib.import_module(f"benchmarks.workloads.{options.net}")
@@ -166,14 +175,35 @@ def main() -> int:
         else:
             row["instructions"] = len(instructions(outcome.compiled.executable.as_text()))
         result["rows"].append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "longest"}), flush=True)
-        for its in row.get("longest", ()):
-            where = its["op_name"][-90:]
-            rate = its["nbytes"] / max(its["ms"], 1e-9) / 1e6
-            print(f"{its['ms']:8.2f} ms {rate:7.0f} GB/s {its['type'][:40]:40s} {where}")
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        told(row)
+    for policy in options.policy if on_gpu else ():
+        row = {"policy": policy, **with_policy(module, size, policy)}
+        result["rows"].append(row)
+        told(row)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def with_policy(module: Any, size: str, policy: str) -> dict[str, Any]:
+    """The same net with one of JAX's checkpoint policies on every block."""
+    named = getattr(jax.checkpoint_policies, policy)
+    work = module.workload(module.SIZES[size], remat_policy=named)
+    step = jax.jit(work.step, donate_argnums=0)
+    shapes = (jax.eval_shape(work.state), jax.eval_shape(work.batch))
+    row = profiled(step, work, step.lower(*shapes).compile().as_text())
+    return row | {"ms": sum(row["kernels_ms"].values())}
+
+
+def told(row: dict[str, Any]) -> None:
+    """Say a row: its sums, its longest kernels and what takes longest all together."""
+    print(json.dumps({k: v for k, v in row.items() if k not in ("longest", "alike")}), flush=True)
+    for its in row.get("longest", ())[:LISTED]:
+        where = its["op_name"][-90:]
+        rate = its["nbytes"] / max(its["ms"], 1e-9) / 1e6
+        print(f"{its['ms']:8.2f} ms {rate:7.0f} GB/s {its['type'][:40]:40s} {where}")
+    for name, (count, ms) in list(row.get("alike", {}).items())[:LISTED]:
+        print(f"{ms:8.2f} ms {count:5.0f} x {name[:150]}")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,7 @@ class Level:
             since = since if isinstance(kept, StillKept) else turn
             self.turns.append((turn, since, self._dropped_at(since, kept)))
         self.leaving = {v for _, _, values in self.turns for v in values}
-        self.turn = 0
-        self.looked = 0
+        self.turn = self.looked = 0
         self.dropped: set[Value] = set()
         self.gone: set[Value] = set()
         self.again: dict[Value, Value] = {}
@@ -141,9 +140,12 @@ class Level:
     def _before_kernel(self, index: int, op: Op) -> None:
         """Make again what the next kernel needs, before anything that is fused into it.
 
-        In the middle of a kernel the barrier could only wait for what is fused, and XLA would have
-        to write that out: a softmax's gradient in float32, for the sake of its probabilities.
+        In the middle of a kernel the barrier could only wait for what is fused, which XLA would
+        then write out: a softmax's gradient in float32, for the sake of its probabilities. What
+        begins with the transposition of a product waits for that (`_as_read`).
         """
+        if op.name == "transpose" and self.gone.isdisjoint(op.values):
+            return
         self.looked = self.facts.kernel_end[index] + 1
         kernel = self.ops[index : self.looked]
         missing = dict.fromkeys([v for o in kernel for v in o.values if v in self.gone])
@@ -159,10 +161,9 @@ class Level:
         needs the logits: 1.5 GiB each.
         """
         for position in range(self.settled, index):
-            if self.ops[position].loop is None:
+            if (op := self.ops[position]).loop is None:
                 buffers = self.facts.kinds[position] in BUFFERS
-                made = self.ops[position].outputs
-                self.unsettled += [v for v in made if buffers or v in self.results]
+                self.unsettled += [v for v in op.outputs if buffers or v in self.results]
         self.settled = index
         found = [v for v in self.unsettled if v not in self.dropped]
         self.unsettled = [v for v in found if self.facts.needed_until.get(v, -1) >= index]
@@ -440,7 +441,8 @@ class Level:
         """
         self._note(index)
         read_until, depth = self.facts.read_until, self.facts.depth
-        self.young = [v for v in self.young if read_until.get(v, -1) >= index][-MOST_YOUNG:]
+        young = dict.fromkeys([self._as_read(v, index) for v in self.young if v in read_until])
+        self.young = [v for v in young if read_until.get(v, -1) >= index][-MOST_YOUNG:]
         late = self.young or [
             self._before_broadcast(v) for v in use.values if self.made.get(v, -1) >= self.turn
         ]
