@@ -251,6 +251,10 @@ class _Rounds(Overlaps):
             predicted = self.predicted(self.search.smallest())
             self.note(f"{TRIAL} {order}", predicted, predicted, compiled)
             self.trialled[id(compiled)] = len(self.rounds) - 1
+        if trials := [compiled.memory.temp_bytes for _, compiled in self.compiler.trials]:
+            whole = self.search.keep_all.temp_bytes
+            least = (self.search.smallest().temp_bytes, min(trials))
+            self.ends = (least, (whole, int(whole * self.scale)))
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""
