@@ -265,7 +265,7 @@ def test_a_tiny_workload_learns_its_batch(kind):
 def test_a_tiny_workload_has_the_same_losses_inside_a_budget(kind):
     work, state, batch, as_written, losses = trained(kind)
     needs = as_written.memory_analysis()
-    budget = needs.argument_size_in_bytes + int(0.7 * needs.temp_size_in_bytes)
+    budget = needs.argument_size_in_bytes + int(0.55 * needs.temp_size_in_bytes)
     step = jaxmem.fit(work.step, budget=budget, donate_argnums=0, progress=False)
     plan = step.plan(state, batch)
     assert plan.recomputed()

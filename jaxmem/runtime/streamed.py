@@ -247,12 +247,13 @@ def _smaller(
         if not tried < against.smallest_bytes < smallest:
             break
         tried = against.smallest_bytes
+        inside = replace(asked, given_out_bytes=tried)
         try:
-            _along(way, asked, compiler_of, target, tried, report)
+            _along(way, inside, compiler_of, target, tried, report)
         except _NotAlongError as error:
             against = error
-        except RoundedUpError:
-            break
+        except RoundedUpError as error:
+            against = _NotAlongError("XLA's allocator adds to it", tried + error.nbytes)
         else:
             return tried
     return smallest
