@@ -285,16 +285,16 @@ class Search:
         self._smallest[self._state] = ordered
         return ordered
 
-    def least(self) -> Solution | None:
-        """The one of them with the smallest peak that is known without filling anything.
+    def least(self) -> list[Solution]:
+        """Those of them that are known without filling anything, the smallest first.
 
         What is filled within its bytes is smaller on paper at times, and was larger where it was
         compiled: 17.3 MiB and not 15.7 for a small GPT over two H200.
         """
         if not self.choices:
-            return None
+            return []
         with self.deadline.running():
-            return min(self._simply_smallest(), key=lambda s: (s.temp_bytes, s.seconds))
+            return sorted(self._simply_smallest(), key=lambda s: (s.temp_bytes, s.seconds))
 
     def _simply_smallest(self) -> list[Solution]:
         """The smallest of the simple answers, and the smallest of nested ones."""

@@ -14,7 +14,7 @@ from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
-from jaxmem.runtime.host import OnHost
+from jaxmem.runtime.host import MOST_SMALLEST, OnHost
 from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
@@ -44,9 +44,9 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 # Programs that are timed beside the step as written, and searches for them where it fits.
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
-# Programs with values or leaves in host memory, where nothing fits without: at least two compiles
-# are left for them, the last of them for the smallest one.
-_FEWEST_WITH_HOST, _MOST_WITH_HOST = 2, 4
+# Programs with values or leaves in host memory, where nothing fits without: so many compiles at
+# least are left for them, the last of them for the smallest ones.
+_FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
@@ -318,18 +318,18 @@ class _Rounds(Overlaps):
         self.reserved = 0
         if self.fitting:
             return
-        # Paper may say too much of it; an error would name this one.
-        smallest = host.smallest()
-        if smallest is not None and smallest.key not in self.tried and self.left() > 0:
-            self._attempt_with_host(smallest)
+        # Paper may say too much of them; an error would name one of these.
+        for smallest in host.smallest():
+            if not self.fitting and smallest.key not in self.tried and self.left() > 0:
+                self._attempt_with_host(smallest)
 
     def _fewest_in_host_memory(self) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
         host = self.host
         sets = host.sets(self.budget)
         first = 0
-        # The last compile is for what an error names: the smallest program with what helps there.
-        self.reserved = 1
+        # The last compiles are for what an error names: the smallest programs there are.
+        self.reserved = MOST_SMALLEST
         for _ in range(_MOST_WITH_HOST):
             if self.left() <= self.reserved:
                 break
@@ -361,12 +361,10 @@ class _Rounds(Overlaps):
         self.compile("with host memory", self.budget - self.fixed + hosted, solution)
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
-        """What the smallest program with as much as possible in host memory compiles to."""
-        smallest = self.host.smallest() if self.host.allowed else None
-        if smallest is None:
-            return []
-        attempt = self.compiler.attempt_least(smallest)
-        return [] if attempt.problem else [(attempt.compiled.memory.total_bytes, smallest)]
+        """What the smallest programs with as much as possible in host memory compile to."""
+        smallest = self.host.smallest() if self.host.allowed else []
+        attempts = [self.compiler.attempt_least(solution) for solution in smallest]
+        return [(a.compiled.memory.total_bytes, a.solution) for a in attempts if not a.problem]
 
     def _not_followed(self, used: int, predicted: int) -> bool:
         """Whether XLA:GPU made far more of a schedule than was predicted, for the first time."""

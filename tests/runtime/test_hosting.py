@@ -196,7 +196,7 @@ def test_moments_leave_first_and_no_more_than_it_takes(smallest_bytes: int):
     with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
         plan_large("80MiB", host_budget=0)
     without = caught.value.smallest_bytes
-    assert smallest_bytes < 0.85 * without
+    assert smallest_bytes < 0.75 * without
     budget = without - 2**20
     plan = plan_large(budget)
     assert plan.compiled_bytes <= budget
