@@ -21,6 +21,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.runtime.describe import ONLY_FUSED
+from jaxmem.runtime.tries import MOST_COMPILES
 from jaxmem.targets import compile_for
 from tests.problems import PROBLEMS, Problem, assert_same, pure
 from tests.problems.compare import relative_error
@@ -111,7 +112,7 @@ def _fit(problem: Problem, budget: int, target: str, reference: Any, verdict: Ve
         verdict.broken.append(f"{verdict.compiled_bytes} compiled bytes, {budget} allowed")
     if verdict.compiled_bytes != plan.compiled_bytes:
         verdict.broken.append(f"the plan claims {plan.compiled_bytes} compiled bytes")
-    if len(plan.rounds) > 12:
+    if len(plan.rounds) > MOST_COMPILES:
         verdict.broken.append(f"{len(plan.rounds)} compiles")
     verdict.broken.extend(_recomputation(plan, compiled))
     outputs = outcome(problem, fitted, args)

@@ -389,7 +389,7 @@ class Level:
         return list(dict.fromkeys(found))
 
     def _as_read(self, value: Value, index: int) -> Value:
-        """``value``, or the transposition of it that is all that is read from ``index`` on.
+        """``value``, or its transposition where that was the last to read it before ``index``.
 
         A barrier fixes the layout of what it waits for: behind one that waits for a product, its
         transposition would have to be carried out.

@@ -45,7 +45,7 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: so many compiles at
-# least are left for them, the last of them for the smallest ones.
+# least are left for them, the last MOST_SMALLEST for the smallest ones.
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
@@ -253,8 +253,9 @@ class _Rounds(Overlaps):
             self.trialled[id(compiled)] = len(self.rounds) - 1
         if trials := [compiled.memory.temp_bytes for _, compiled in self.compiler.trials]:
             whole = self.search.keep_all.temp_bytes
-            least = (self.search.smallest().temp_bytes, min(trials))
-            self.ends = (least, (whole, int(whole * self.scale)))
+            least, as_written = self.search.smallest().temp_bytes, int(whole * self.scale)
+            if least < whole and min(trials) <= as_written:
+                self.ends = ((least, min(trials)), (whole, as_written))
 
     def _tighten(self) -> None:
         """Solve for a simulated limit; move the limit by what the compiler says."""

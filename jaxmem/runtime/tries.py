@@ -55,8 +55,8 @@ class Tries:
         trialled: which line is that of a program compiled in one of two orders.
         scale: the compiler's temporaries over the simulated ones, of the last program;
             ``unscaled`` before any.
-        ends: the simulated temporaries and the compiler's, of the smallest program and of the step
-            as written, where both were compiled and nothing between them was.
+        ends: simulated temporaries and what they compile to, of the smallest program as it did and
+            of the step as written as it should, where nothing between them was compiled.
         fixed: bytes of arguments and results.
     """
 
@@ -101,7 +101,7 @@ class Tries:
         if self.ends is None:
             return int(simulated * self.scale)
         (least, its), (most, whole) = self.ends
-        return its + (whole - its) * (simulated - least) // max(most - least, 1)
+        return its + (whole - its) * (simulated - least) // (most - least)
 
     def record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
         """Take down what a solution compiled to, and learn from it."""

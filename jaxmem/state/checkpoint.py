@@ -170,6 +170,11 @@ def _contents(state: Any, step: Any, keep: Any) -> Contents:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r}: give how many checkpoints are left, 1 or more.")
     contents = contents_of(state)
+    if traced := [n for n, a in contents.arrays.items() if _is_traced(a)]:
+        raise CheckpointError(
+            f"{traced[0]} is being traced and holds no data. Save outside of jax.jit and fit, what "
+            "the step returned."
+        )
     lacking = [name for name, a in contents.arrays.items() if leaves.is_abstract(a)]
     if lacking:
         raise CheckpointError(f"{lacking[0]} has a shape and no data. Save a state of arrays.")
@@ -181,6 +186,10 @@ def _contents(state: Any, step: Any, keep: Any) -> Contents:
     if not any(a.size for a in contents.arrays.values()):
         raise CheckpointError("the state holds no arrays, so there is nothing to save.")
     return contents
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_deleted(array: Any) -> bool:

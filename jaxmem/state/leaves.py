@@ -90,8 +90,10 @@ def leaves_opened(tree: Any) -> Any:
     return jax.tree_util.tree_map(_opened, tree, is_leaf=nnx.is_object)
 
 
-def specs_like(specs: Any, tree: Any) -> list[PartitionSpec | None]:
+def specs_like(specs: Any, tree: Any, said: str = "specs") -> list[PartitionSpec | None]:
     """For each leaf of a tree its spec, from a tree of specs that is a prefix of it.
+
+    ``said`` is the argument in which the user gave them.
 
     Raises:
         ShardingError: it is no prefix, or there is something else in it.
@@ -104,11 +106,14 @@ def specs_like(specs: Any, tree: Any) -> list[PartitionSpec | None]:
     for path, x in flat:
         if not is_spec(x):
             where = jax.tree_util.keystr(path) or "it"
-            raise ShardingError(f"specs=: {where} is {x!r:.80}. Give a PartitionSpec, or None.")
+            rules = ', or a rule such as "zero3"' if said == "shard" and not path else ""
+            raise ShardingError(
+                f"{said}=: {where} is {x!r:.80}. Give a PartitionSpec, or None{rules}."
+            )
     try:
         below = structure.flatten_up_to(tree)
     except ValueError as error:
-        raise ShardingError(f"specs= is no prefix of the state: {error}") from error
+        raise ShardingError(f"{said}= is no prefix of the state: {error}") from error
     found: list[PartitionSpec | None] = []
     for (_, x), subtree in zip(flat, below, strict=True):
         spec = x.spec if isinstance(x, NamedSharding) else x

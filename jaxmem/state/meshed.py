@@ -214,7 +214,7 @@ class Meshed:
         if self.rules is None or are_rules:
             return own
         sharded = isinstance(self.rules, Sharded)
-        flat = self._of_sharded(opened) if sharded else specs_like(self.rules, tree)
+        flat = self._of_sharded(opened) if sharded else specs_like(self.rules, tree, "shard")
         rest = iter(flat)
         return [[next(rest) for _ in leaves] for leaves in own]
 

@@ -49,6 +49,8 @@ def orbax() -> Any:
 
 def resolved(directory: str | Path) -> Path:
     """One name for each directory, whatever links lead there."""
+    if not isinstance(directory, str | Path):
+        raise CheckpointError(f"directory={directory!r:.80}: give the path of a directory.")
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is a URL; checkpoints are in directories.")
     return Path(directory).expanduser().resolve()

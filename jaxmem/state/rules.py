@@ -72,7 +72,11 @@ class Layout:
             for axis in axes:
                 if axis not in self.sizes:
                     there = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-                    raise ShardingError(f"{where}: the mesh has no axis {axis!r}; it has {there}.")
+                    raise ShardingError(
+                        f"{where}: the mesh has no axis {axis!r}; it has {there}. What logical "
+                        f"axes stand for is said by jaxmem.shard(..., logical={{{axis!r}: ...}}), "
+                        "which fit takes as shard=."
+                    )
                 if axis in self.used:
                     raise ShardingError(
                         f"{where}: the axis {axis!r} splits two dimensions, or one of them twice. "
@@ -133,6 +137,11 @@ class Patterns:
             ShardingError: one matches nothing, or its rule is none.
         """
         for pattern, rule in self.rules.items():
+            if not isinstance(pattern, str):
+                raise ShardingError(
+                    f"a rule is for {pattern!r:.80}. Give patterns of paths as text, such as "
+                    '"*kernel*".'
+                )
             if not any(matches(names, pattern) for names in leaves):
                 some = ", ".join(names[0] for names in list(leaves)[:5])
                 raise ShardingError(

@@ -78,6 +78,11 @@ def shard(
             f"mesh is {mesh!r:.80}. Give a jax.sharding.Mesh, such as jax.make_mesh((8,), "
             '("data",)), or an AbstractMesh.'
         )
+    if not isinstance(logical, Mapping | None):
+        raise ShardingError(
+            f"logical={logical!r:.80}: give what each logical axis stands for, such as "
+            '{"mlp": "model"}.'
+        )
     leaves, structure, opened = leaves_of(tree)
     sharder = Sharder(leaves, dict(mesh.shape), axis)
     given = [leaf.own for leaf in leaves] if specs is None else specs_like(specs, opened)
@@ -86,7 +91,9 @@ def shard(
     is_one = isinstance(rules, PartitionSpec) or not isinstance(rules, list | tuple)
     for rule in [given_rules] if is_one else given_rules:
         sharder.apply(rule)
-    patterns = [host] if isinstance(host, str) else list(host)
+    patterns = [host] if isinstance(host, str) else host
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise ShardingError(f'host={host!r:.80}: give patterns of paths, such as "*opt_state*".')
     Patterns(dict.fromkeys(patterns)).check([leaf.names for leaf in leaves])
     hosted = {
         leaf.path

@@ -43,17 +43,28 @@ class AbsentDevices:
             return self.replicated.with_memory_kind(kind)
         return NamedSharding(self.mesh(given.mesh), given.spec, memory_kind=kind)
 
-    def of_argument(self, given: Any) -> NamedSharding:
-        """The same for an argument, which may wait in host memory and say so in its type.
+    def of_argument(self, given: Any) -> NamedSharding | None:
+        """The same for the type of an argument, which says so where it waits in host memory.
 
         That is what JAX makes of a layout over a mesh; of one for a device it takes no memory into
-        the type. Absent devices do not say what memory they have, and JAX forgets the memory kind
-        of a layout over them. An abstract mesh keeps it, and the devices are those of the others.
+        the type. ``None`` where that must not be in the type: :meth:`on_host` has it.
+        """
+        on_host = self.on_host(given)
+        if on_host is None:
+            return self.sharding(given)
+        return on_host if isinstance(given, NamedSharding) else None
+
+    def on_host(self, given: Any) -> NamedSharding | None:
+        """The layout of an argument in host memory; ``None`` for what is on the device.
+
+        Absent devices do not say what memory they have, and JAX forgets the memory kind of a
+        layout over them. Without it XLA fetches nothing: kernels read what is in host memory where
+        it is, and a program takes less than on the device. An abstract mesh keeps it, and the
+        devices are those of the other arguments and of the results.
         """
         here = self.sharding(given)
-        typed = isinstance(given, NamedSharding) and given.mesh.size == 1
-        if not typed or given.memory_kind != "pinned_host":
-            return here
+        if getattr(given, "memory_kind", None) != "pinned_host":
+            return None
         return NamedSharding(here.mesh.abstract_mesh, here.spec, memory_kind="pinned_host")
 
     def mesh(self, given: Any) -> Mesh:

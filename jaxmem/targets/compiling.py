@@ -391,7 +391,8 @@ def _lower_absent(target: Target, jit: Any, fun: Any, avals: Any, out_shardings:
     placed = jax.tree.map(
         lambda aval: _with_sharding(aval, absent.of_argument(_given_sharding(aval))), avals
     )
-    jit = functools.partial(jit, out_shardings=out_shardings)
+    waiting = jax.tree.map(lambda aval: absent.on_host(_given_sharding(aval)), avals)
+    jit = functools.partial(jit, in_shardings=waiting, out_shardings=out_shardings)
     traced = jit(fun).trace(*placed)
     program = absent.program(traced.jaxpr)
     if program is not traced.jaxpr:

@@ -36,6 +36,7 @@ def test_what_a_barrier_waits_for_is_transposed_already(name: str):
     They were waited for at the recomputation right after the product, before its transposition.
     """
     found, _ = searched(name)
+    turned = 0
     for seed in range(3):
         written = found.scheduler.schedule(random_keep(found, seed))
         made = {v: op for op in written.ops for v in op.outputs}
@@ -47,9 +48,11 @@ def test_what_a_barrier_waits_for_is_transposed_already(name: str):
         assert barriers
         for barrier in barriers:
             for value, behind in zip(barrier.values, barrier.outputs, strict=True):
+                turned += value in made and made[value].name == "transpose"
                 if value in made and made[value].name == "dot_general":
                     late = [op.name for op in readers.get(behind, ()) if not op.recompute]
                     assert late != ["transpose"]
+    assert turned
 
 
 def test_a_gradient_that_one_recomputation_is_too_small_for_is_written_out_before_a_larger_one():

@@ -150,6 +150,19 @@ def test_what_was_deleted_by_hand_does_not_count_for_keep(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "3", "4"]
 
 
+def test_what_is_traced_cannot_be_saved(tmp_path):
+    with pytest.raises(CheckpointError, match=r"being traced and holds no data\. Save outside of"):
+        jax.jit(lambda w: jaxmem.save(tmp_path, {"w": w}, step=0))(jnp.ones(3))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", [None, 3, b"run"])
+def test_a_directory_is_a_path(directory):
+    for use in (jaxmem.save, jaxmem.restore):
+        with pytest.raises(CheckpointError, match=r"directory=.*give the path of a directory"):
+            use(directory, {"w": jnp.ones(3)}, step=0)
+
+
 def test_a_url_is_no_directory():
     with pytest.raises(CheckpointError, match="is a URL"):
         jaxmem.save("gs://bucket/run", {"w": jnp.ones(3)}, step=0)
