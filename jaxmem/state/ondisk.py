@@ -47,9 +47,9 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
-def resolved(directory: str | Path) -> Path:
+def resolved(directory: str | os.PathLike[str]) -> Path:
     """One name for each directory, whatever links lead there."""
-    if not isinstance(directory, str | Path):
+    if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(f"directory={directory!r:.80}: give the path of a directory.")
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is a URL; checkpoints are in directories.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,8 +91,9 @@ def shard(
     is_one = isinstance(rules, PartitionSpec) or not isinstance(rules, list | tuple)
     for rule in [given_rules] if is_one else given_rules:
         sharder.apply(rule)
-    patterns = [host] if isinstance(host, str) else host
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+    asked: Any = host
+    patterns = [*asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    if not all(isinstance(pattern, str) for pattern in patterns):
         raise ShardingError(f'host={host!r:.80}: give patterns of paths, such as "*opt_state*".')
     Patterns(dict.fromkeys(patterns)).check([leaf.names for leaf in leaves])
     hosted = {

@@ -163,6 +163,15 @@ def test_a_directory_is_a_path(directory):
             use(directory, {"w": jnp.ones(3)}, step=0)
 
 
+def test_whatever_is_like_a_path_is_one(tmp_path):
+    class Like:
+        def __fspath__(self):
+            return str(tmp_path)
+
+    jaxmem.save(Like(), {"w": jnp.ones(3)}, step=0, wait=True)
+    assert_same({"w": jnp.ones(3)}, jaxmem.restore(Like(), {"w": jnp.zeros(3)}))
+
+
 def test_a_url_is_no_directory():
     with pytest.raises(CheckpointError, match="is a URL"):
         jaxmem.save("gs://bucket/run", {"w": jnp.ones(3)}, step=0)
