@@ -274,7 +274,9 @@ class FittedStep(Displayed):
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The positional arguments, every array where the plan wants it.
 
-        NNX objects are returned as they are, with what they hold put in place.
+        NNX objects are returned as they are, with what they hold put in place. What goes to
+        host memory or to another part of a mesh has arrived when this returns, and is free on the
+        device once the caller gives it up.
         """
         traced, outcome, call = self._called(args, kwargs)
         layouts, first = traced.program.layouts(outcome.hosting), len(traced.program.consts)

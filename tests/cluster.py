@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -93,7 +94,9 @@ def started(
 def run(script: Path, *args: str, count: int = 2, devices: int = 2, timeout: float = 120):
     """What each process wrote to stdout; all must end well."""
     with started(script, *args, count=count, devices=devices) as processes:
-        ended = [process.communicate(timeout=timeout) for process in processes]
+        # At the same time: one whose pipe is full waits, and the others for it.
+        with ThreadPoolExecutor(count) as pool:
+            ended = list(pool.map(lambda process: process.communicate(timeout=timeout), processes))
         for process, (out, err) in zip(processes, ended, strict=True):
             assert process.returncode == 0, f"{out}\n{err}"
         return [out for out, _ in ended]

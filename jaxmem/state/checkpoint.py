@@ -12,7 +12,7 @@ import jax
 from jaxmem import processes
 from jaxmem.errors import CheckpointError
 from jaxmem.program import leaves
-from jaxmem.state import ondisk, reading, together, writing
+from jaxmem.state import ondisk, reading, seal, together, writing
 from jaxmem.state.contents import Contents, contents_of
 from jaxmem.state.sums import Sum
 
@@ -55,7 +55,8 @@ def save(
     """A checkpoint on its way to ``directory/step``, written by Orbax while training goes on.
 
     When this returns, the arrays may be donated, deleted or changed in place. A checkpoint is there
-    as a whole or not at all. It has checksums of all arrays, which :func:`restore` verifies.
+    as a whole or not at all. It has checksums of all arrays and of all files, which
+    :func:`restore` verifies.
 
     Wait for the last one: from Python 3.12 on, Orbax cannot complete it once Python has begun to
     end, and then a line on stderr says that it is not there.
@@ -84,7 +85,8 @@ def save(
 
     Cost:
         Host memory for a copy of what is on devices, and for that of pinned host memory, until
-        the checkpoint is written; one pass over all arrays for the checksums.
+        the checkpoint is written; one pass over all arrays for their checksums, and one over all
+        files, before the checkpoint is complete, for those of files.
 
     >>> import tempfile
     >>> import jaxmem
@@ -135,7 +137,8 @@ def restore(
             have not read their part when others have.
 
     Raises:
-        CheckpointError: there is none; it is damaged, by leaf; it was written by another version;
+        CheckpointError: there is none; it is damaged, by leaf and by file, also where no array
+            needs that file; it was written by another version;
             leaves are missing, of another shape or dtype, or cannot be put where they are to go.
         ProcessError: some processes are missing, or do something else.
         MissingExtraError: Orbax is not installed.
@@ -143,7 +146,7 @@ def restore(
 
     Cost:
         About 1 GiB of host memory beside the state, 2 if it is NumPy's, or the largest leaf if
-        that is more.
+        that is more. Files are read twice at the same time, by Orbax and for their checksums.
     """
     processes.check_timeout(timeout)
     path, step = ondisk.resolved(directory), ondisk.number_of(step)
@@ -156,11 +159,12 @@ def restore(
     contents = contents_of(like)
     manifest = ondisk.manifest_of(place)
     manifest.check(contents, place)
-    arrays = reading.arrays_of(place, contents)
-    sums = {name: Sum(a) for name, a in arrays.items()}
-    wrong = [name for name, total in sums.items() if str(total) != manifest.arrays[name]]
-    if wrong:
-        raise ondisk.damaged(place, wrong)
+    with seal.changing(place) as changed:
+        arrays = reading.arrays_of(place, contents, changed)
+        sums = {name: Sum(a) for name, a in arrays.items()}
+        wrong = [name for name, total in sums.items() if str(total) != manifest.arrays[name]]
+    if wrong or changed():
+        raise ondisk.damaged(place, wrong, changed())
     return contents.rebuilt({**arrays, **manifest.values})
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmem import processes
 from jaxmem.errors import CheckpointError, MissingExtraError
+from jaxmem.state import seal
 from jaxmem.state.manifest import Manifest
 from jaxmem.units import format_bytes
 
@@ -49,7 +50,7 @@ def orbax() -> Any:
 
 def resolved(directory: str | os.PathLike[str]) -> Path:
     """One name for each directory, whatever links lead there."""
-    if not isinstance(directory, str | os.PathLike):
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise CheckpointError(f"directory={directory!r:.80}: give the path of a directory.")
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is a URL; checkpoints are in directories.")
@@ -130,12 +131,20 @@ def manifest_of(place: Path) -> Manifest:
     return Manifest.from_json(written, place)
 
 
-def check_own(path: Path) -> None:
-    """Orbax takes every directory with a number for a checkpoint, and deletes old ones.
+def check_writable(path: Path) -> None:
+    """Check that Orbax writes what it should into a directory, and deletes nothing else.
+
+    It takes every directory with a number for a checkpoint, and deletes old ones. Where its path is
+    a pattern, it does not find what it has written, and loses it without a word.
 
     Raises:
-        CheckpointError: there is such a directory that is none.
+        CheckpointError: there is such a directory that is none, or the path is a pattern.
     """
+    if found := sorted(set("*?[") & set(str(path))):
+        raise CheckpointError(
+            f"{path} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would "
+            "not find the arrays that it writes there. Give a directory of another name."
+        )
     inside = path.iterdir() if path.is_dir() else ()
     for found in sorted(p for p in inside if p.name.isdecimal() and p.is_dir()):
         if not (found / LIST).is_dir() or found.name != str(int(found.name)):
@@ -143,6 +152,14 @@ def check_own(path: Path) -> None:
                 f"{found} is no checkpoint of jaxmem.save, and would count as one. Give a "
                 "directory of its own."
             )
+
+
+def half_of(path: Path, step: int) -> Path:
+    """Where a checkpoint is while it is being written."""
+    found = next(path.glob(f"{step}{_HALF[1:]}"), None)
+    if found is None:
+        raise CheckpointError(f"what was written of checkpoint {step} in {path} is gone")
+    return found
 
 
 def delete_half_written(path: Path) -> None:
@@ -189,9 +206,22 @@ def unwritten(path: Path, nbytes: int, error: Exception) -> CheckpointError:
     )
 
 
-def damaged(place: Path, names: Sequence[str], how: str = "differs") -> CheckpointError:
-    """The error for leaves that are not what was saved."""
+def damaged(
+    place: Path, names: Sequence[str], files: Sequence[str], how: str = "differs"
+) -> CheckpointError:
+    """The error for leaves that are not what was saved, or for files alone where there are none."""
     others = [str(step) for step in steps(place.parent) if str(step) != place.name]
-    named = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    hint = f" Try step={others[-1]}." if others else ""
-    return CheckpointError(f"{place} is damaged: {named} {how}.{hint}")
+    what = [f"{_several(names)} {how}."] if names else []
+    if files:
+        what.append(f"Not as written: {_several(files)}.")
+    if not names:
+        lists = f"{seal.ITEMS} and {seal.AROUND}"
+        what.append(f"Every array is as it was: to take them all the same, delete {lists} in it.")
+    if others:
+        what.append(f"Try step={others[-1]}.")
+    return CheckpointError(f"{place} is damaged: {' '.join(what)}")
+
+
+def _several(names: Sequence[str]) -> str:
+    shown = ", ".join(name or "the state" for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ _READ_BYTES = 2**30
 _SHOWN = 400
 
 
-def arrays_of(place: Path, contents: Contents) -> dict[str, Any]:
+def arrays_of(place: Path, contents: Contents, changed: Callable[[], list[str]]) -> dict[str, Any]:
     """All arrays of a checkpoint, where those of ``contents`` are.
+
+    Args:
+        place: the checkpoint.
+        contents: what it holds.
+        changed: the files of it that are not as they were written.
 
     Raises:
         CheckpointError: some cannot be read, or not put where they are to go, by name.
@@ -35,7 +40,7 @@ def arrays_of(place: Path, contents: Contents) -> dict[str, Any]:
     try:
         found = _read(place, wanted)
     except Exception as error:
-        raise _unread(place, wanted, error) from error
+        raise _unread(place, wanted, error, changed()) from error
     empty = {name: a for name, a in contents.arrays.items() if not a.size}
     found.update((name, np.zeros(a.shape, a.dtype)) for name, a in empty.items())
     return {name: _placed(found[name], a) for name, a in contents.arrays.items()}
@@ -61,14 +66,17 @@ def _check_place(name: str, like: Any) -> None:
         ) from error
 
 
-def _unread(place: Path, wanted: Mapping[str, Any], error: Exception) -> CheckpointError:
+def _unread(
+    place: Path, wanted: Mapping[str, Any], error: Exception, changed: list[str]
+) -> CheckpointError:
     """Why arrays could not be read: what is damaged, or has no room where it is to go."""
     alone = {name: why for name, a in wanted.items() if (why := _why_not(place, name, a))}
     as_numpy = {n: jax.ShapeDtypeStruct(wanted[n].shape, wanted[n].dtype) for n in alone}
     whole = {name: why for name, a in as_numpy.items() if (why := _why_not(place, name, a))}
-    if whole:
-        return ondisk.damaged(place, [*whole], f"cannot be read ({next(iter(whole.values()))})")
     names, why = ([*alone], next(iter(alone.values()))) if alone else ([*wanted], str(error))
+    if whole or changed:
+        names, why = ([*whole], next(iter(whole.values()))) if whole else (names, why)
+        return ondisk.damaged(place, names, changed, f"cannot be read ({why})")
     return CheckpointError(
         f"{place} is not damaged, and {names[0] or 'the state'} cannot be put where it is to go: "
         f"{why}"
@@ -80,7 +88,9 @@ def _why_not(place: Path, name: str, like: Any) -> str:
     try:
         _read(place, {name: like})
     except Exception as error:
-        return f"{error!s:.{_SHOWN}}" or type(error).__name__
+        # TensorStore adds its whole configuration.
+        said = str(error).partition(" [tensorstore_spec=")[0]
+        return said[:_SHOWN] or type(error).__name__
     return ""
 
 
@@ -89,7 +99,7 @@ def _read(place: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     largest = max(a.size * jnp.dtype(a.dtype).itemsize for a in wanted.values())
     most = math.ceil(max(_READ_BYTES, largest) / 10**9) + 1
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=most)
-    return handler.restore(
+    found = handler.restore(
         place / ondisk.ARRAYS,
         args=ocp.args.PyTreeRestore(
             item=dict.fromkeys(wanted, 0),
@@ -97,6 +107,11 @@ def _read(place: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
             partial_restore=True,
         ),
     )
+    for name, a in wanted.items():
+        # What Orbax does not find it leaves as it was in `item`.
+        if np.shape(found[name]) != a.shape:
+            raise ValueError(f"Orbax finds no {name or 'such array'} of shape {list(a.shape)}")
+    return found
 
 
 def _restoring(like: Any) -> Any:

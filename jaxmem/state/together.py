@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 from jaxmem import processes
 from jaxmem.errors import CheckpointError, JaxmemError, ProcessError
 from jaxmem.processes import Meeting
-from jaxmem.state import ondisk, reading, writing
+from jaxmem.state import ondisk, reading, seal, writing
 from jaxmem.state.contents import Contents, contents_of
 from jaxmem.state.manifest import Manifest
 from jaxmem.state.sums import Sum, added, kind_of
@@ -77,11 +77,15 @@ def restore(path: Path, like: Any, step: int | None, timeout: float) -> Any:
     meeting.check_same("leaves", _lines(contents, None), "the state that is asked for", _HINT)
     arrays: dict[str, Any] = {}
 
-    def read() -> dict[str, str]:
-        arrays.update(reading.arrays_of(place, contents))
-        return _sums(arrays)
+    def read() -> tuple[dict[str, str], list[str]]:
+        with seal.changing(place, processes.number(), jax.process_count()) as changed:
+            # Where they cannot be read, all say the same: of all files, not of a share.
+            arrays.update(reading.arrays_of(place, contents, lambda: seal.changed(place)))
+            sums = _sums(arrays)
+        return sums, changed()
 
-    said = meeting.together("read", read)
+    said, parts = zip(*meeting.together("read", read), strict=True)
+    changed = sorted({name for part in parts for name in part})
     whole = _added(contents, said)
     wrong = [
         name
@@ -90,8 +94,8 @@ def restore(path: Path, like: Any, step: int | None, timeout: float) -> Any:
         or not (_is_split(contents.arrays[name]) or all(its[name] == total for its in said))
     ]
     meeting.left()
-    if wrong:
-        raise ondisk.damaged(place, wrong)
+    if wrong or changed:
+        raise ondisk.damaged(place, wrong, changed)
     return contents.rebuilt({**arrays, **manifest.values})
 
 
@@ -106,7 +110,7 @@ def _sums(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(total) for name, total in sums.items()}
 
 
-def _added(contents: Contents, said: list[dict[str, str]]) -> dict[str, str]:
+def _added(contents: Contents, said: Sequence[dict[str, str]]) -> dict[str, str]:
     """The checksums of whole arrays."""
     return {
         name: added([its[name] for its in said]) if _is_split(a) else said[0][name]
@@ -189,11 +193,12 @@ class Shared:
         if self._manager is not None:
             self._manager.close()
 
-    def _written(self) -> None:
+    def _written(self) -> dict[str, str]:
         """Called by Orbax on process 0 when its own arrays are written."""
         assert self._meeting is not None
         try:
-            self._meeting.together(_WRITTEN, lambda: None)
+            said = self._meeting.together(_WRITTEN, dict)
+            return {name: total for sums in said for name, total in sums.items()}
         finally:
             self._others_write = False  # All have said so, or were waited for.
 
@@ -228,19 +233,26 @@ def _write(
     split: Mapping[str, Any], nbytes: int, place: Path, meeting: Meeting, copied: threading.Event
 ) -> None:
     """On the other processes: write parts of arrays into the directory of process 0."""
-    error = None
+    sums, error = {}, None
     try:
         futures = _begin(split, place)
         copied.set()
         for future in futures:
             future.result()
+        sums = _files(place) if split else {}
     except Exception as found:
         told, path = isinstance(found, JaxmemError), place.parent.parent
         error = found if told else ondisk.unwritten(path, nbytes, found)
         copied.set()
-    meeting.exchange(_WRITTEN, meeting.report(None, error))
+    meeting.exchange(_WRITTEN, meeting.report(sums, error))
     # It says what went wrong on any of them, when it has merged, renamed and deleted.
     meeting.by_first("complete", lambda: None, patient=True)
+
+
+def _files(place: Path) -> dict[str, str]:
+    """The checksums of the files that this process alone has written into ``place``."""
+    mine = place / f"ocdbt.process_{processes.number()}"
+    return {f"{ondisk.ARRAYS}/{mine.name}/{name}": s for name, s in seal.sums_of(mine).items()}
 
 
 def _begin(split: Mapping[str, Any], place: Path) -> list[Any]:

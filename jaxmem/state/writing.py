@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem import _compat
 from jaxmem.errors import CheckpointError, JaxmemError
-from jaxmem.state import ondisk
+from jaxmem.state import ondisk, seal
 from jaxmem.state.contents import Contents
 from jaxmem.state.manifest import Manifest
 from jaxmem.units import format_bytes
@@ -54,11 +54,12 @@ class Others:
     """How process 0 writes together with others.
 
     Attributes:
-        written: called when its own arrays are written; returns when all are.
+        written: called when its own arrays are written; returns when all are, with the checksums
+            of the files that others wrote.
         ended: returns when nobody else writes any more, whatever came of it.
     """
 
-    written: Callable[[], None]
+    written: Callable[[], Mapping[str, str]]
     ended: Callable[[], None]
 
 
@@ -105,6 +106,7 @@ class Directory:
         ocp = ondisk.orbax()
         self.path, self.keep, self.needed = path, keep, 0
         self._others = others
+        self._step, self._sealed = -1, True
         self.manager: Any = None
         self._deleting: threading.Thread | None = None
         self.failed: JaxmemError | None = None
@@ -112,7 +114,7 @@ class Directory:
             raise CheckpointError(
                 f"{path} is a file, and cannot hold checkpoints: give a directory."
             )
-        ondisk.check_own(path)
+        ondisk.check_writable(path)
         with self._failing():
             path.mkdir(parents=True, exist_ok=True)
             self._delete_old()
@@ -122,7 +124,7 @@ class Directory:
                     max_to_keep=keep,
                     cleanup_tmp_directories=True,
                     todelete_subdir=_OLD,
-                    **_options(others),
+                    **_options(others, self._seal),
                 ),
                 item_handlers={
                     ondisk.ARRAYS: ocp.PyTreeCheckpointHandler(),
@@ -153,7 +155,7 @@ class Directory:
                 "under a larger number, or into another directory."
             )
         self._check_room(contents.nbytes)
-        self.needed = contents.nbytes
+        self.needed, self._step, self._sealed = contents.nbytes, step, False
         arrays = {name: written(a) for name, a in contents.arrays.items() if a.size}
         with self._failing():
             self.manager.save(
@@ -180,6 +182,14 @@ class Directory:
             raise self.failed
         with self._failing():
             self.manager.wait_until_finished()
+        if not self._sealed:
+            self._sealed = True
+            with contextlib.suppress(Exception):  # The checkpoint is complete without it.
+                seal.write_around(self.path / str(self._step))
+
+    def _seal(self, known: Mapping[str, str]) -> None:
+        """Called when all of a checkpoint is written, before it is complete."""
+        seal.write_items(ondisk.half_of(self.path, self._step), known)
 
     def _delete_old(self) -> None:
         """Delete what was moved away, by this process or by one before it."""
@@ -219,24 +229,35 @@ class Directory:
             )
 
 
-def _options(others: Others | None) -> dict[str, Any]:
-    """Orbax's for process 0 of several: it takes itself for the only one.
+def _options(
+    others: Others | None, completing: Callable[[Mapping[str, str]], None]
+) -> dict[str, Any]:
+    """Orbax's; ``completing`` is called with the checksums that are known of files.
 
-    Its own barriers are collectives of devices, or wait for five minutes. The two that are left are
-    in the thread that commits, and are those of :class:`Others`.
+    Process 0 of several takes itself for the only one. Its own barriers are collectives of devices,
+    or wait for five minutes. The two that are left are in the thread that commits, and are those of
+    :class:`Others`.
     """
+    ocp, known = ondisk.orbax(), dict[str, str]()
+
+    def complete() -> None:
+        completing(known)
+
     if others is None:
-        return {}
-    ocp = ondisk.orbax()
+        return {"async_options": ocp.options.AsyncOptions(post_finalization_callback=complete)}
 
     def meet(*, key: str, timeout_ms: int) -> None:
         del timeout_ms
         if "async_write_complete" in key:
-            others.written()
+            known.clear()
+            known.update(others.written())
 
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     within = ocp.options.AsyncOptions(
-        timeout_secs=10**9, barrier_sync_fn=meet, create_directories_asynchronously=False
+        timeout_secs=10**9,
+        barrier_sync_fn=meet,
+        post_finalization_callback=complete,
+        create_directories_asynchronously=False,
     )
     return {"create": False, "multiprocessing_options": alone, "async_options": within}
 

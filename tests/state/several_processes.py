@@ -137,6 +137,21 @@ def failing_meanwhile(run: Path, me: int, large: jax.Array) -> None:
     print("a save that failed meanwhile is said once, on all: holds")
 
 
+def damaged_anywhere(place: Path, me: int, expected: dict) -> None:
+    """Each process looks at its share of the files, and all raise what one of them found."""
+    files = sorted(p for p in place.rglob("*") if p.is_file())
+    assert len(files) > 15
+    for file in files:
+        name, whole = file.relative_to(place).as_posix(), file.read_bytes()
+        if me == 0:
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        text = cluster.said(lambda: jaxmem.restore(place.parent, blank(expected)))
+        if me == 0:
+            file.write_bytes(whole)
+        assert "31 is damaged: " in text, (name, text)
+        assert name in text or name == "jaxmem/metadata", (name, text)
+
+
 def completing_slowly(run: Path, expected: dict) -> None:
     ends = writing.Directory.wait
 
@@ -236,6 +251,7 @@ def main(directory: Path) -> None:
     assert "31 is damaged: ['" in text, text
     if me == 0:
         data.write_bytes(whole)
+    damaged_anywhere(run / "31", me, expected)
     same(jaxmem.restore(run, blank(expected)), expected)
     print("damage that one process reads: holds")
 

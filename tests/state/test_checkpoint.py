@@ -156,7 +156,7 @@ def test_what_is_traced_cannot_be_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("directory", [None, 3, b"run"])
+@pytest.mark.parametrize("directory", [None, 3, b"run", ""])
 def test_a_directory_is_a_path(directory):
     for use in (jaxmem.save, jaxmem.restore):
         with pytest.raises(CheckpointError, match=r"directory=.*give the path of a directory"):

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem.errors import CheckpointError
-from jaxmem.state import writing
+from jaxmem.state import seal, writing
 from tests.state.trees import assert_same, blank
 
 HERE = Path(__file__).parent
@@ -57,30 +57,24 @@ UNCLOSED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionW
 @UNCLOSED
 @pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize("seed", range(3))
-def test_flipped_bytes_never_become_values(tmp_path, seed):
-    """Any file, any byte: an error, or, in what says nothing of the values, the saved ones."""
+def test_every_flipped_bit_is_an_error_that_names_what_is_damaged(tmp_path, seed):
+    """Any file, any byte, also of those that no array needs."""
     rng = random.Random(seed)
     state = {"w": jax.random.normal(jax.random.key(0), (64, 32)), "zeros": jnp.zeros(50), "n": 4}
-    saved = tmp_path / "run"
-    jaxmem.save(saved, state, step=0, wait=True)
-    files = [path for path in saved.rglob("*") if path.is_file() and path.stat().st_size]
-    detected = named = 0
-    for number in range(20):
-        copy = tmp_path / f"copy{number}"
-        shutil.copytree(saved, copy)
-        path = rng.choice(files)
-        target = copy / path.relative_to(saved)
-        raw = bytearray(target.read_bytes())
+    jaxmem.save(tmp_path, state, step=0, wait=True)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 12
+    for path in files:
+        whole = path.read_bytes()
+        raw = bytearray(whole)
         raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-        target.write_bytes(raw)
-        try:
-            found = jaxmem.restore(copy, blank(state))
-        except CheckpointError as error:
-            detected += 1
-            named += "['w']" in str(error) or "['zeros']" in str(error)
-        else:
-            assert_same(state, found)
-    assert detected
+        path.write_bytes(raw)
+        with pytest.raises(CheckpointError, match="damaged") as said:
+            jaxmem.restore(tmp_path, blank(state))
+        name = path.relative_to(tmp_path / "0").as_posix()
+        assert name in str(said.value) or name == "jaxmem/metadata", said.value
+        path.write_bytes(whole)
+    assert_same(state, jaxmem.restore(tmp_path, blank(state)))
 
 
 @UNCLOSED
@@ -93,18 +87,118 @@ def test_a_damaged_leaf_is_named_and_another_checkpoint(tmp_path):
     files = [path for path in (tmp_path / "2" / "state").rglob("*") if path.is_file()]
     data = max(files, key=lambda path: path.stat().st_size)
     whole = data.read_bytes()
-    detected = 0
+    named = 0
     for at in range(0, len(whole), len(whole) // 12):
         raw = bytearray(whole)
         raw[at] ^= 0x10
         data.write_bytes(raw)
-        try:
-            assert_same(state, jaxmem.restore(tmp_path, blank(state)))
-        except CheckpointError as error:
-            assert re.search(r"damaged: .*\['w'\].* Try step=1", str(error)), error
-            detected += 1
-    assert detected >= 11  # Orbax reads all of it but some bytes at the end.
+        with pytest.raises(CheckpointError, match=r"damaged: .* Try step=1") as said:
+            jaxmem.restore(tmp_path, blank(state))
+        named += "['w']" in str(said.value)
+    assert named >= 11  # Orbax reads all of it but some bytes at the end.
     assert_same(state, jaxmem.restore(tmp_path, blank(state), step=1))
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("freed")
+def test_damage_beside_the_arrays_is_named(tmp_path):
+    whole = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
+    state = {name: jax.device_put(jnp.ones((64, 32)), whole) for name in "ab"}
+    jaxmem.save(tmp_path, state, step=1, wait=True)
+    beside = tmp_path / "1" / "state" / "array_metadatas"
+    for file in beside.iterdir():
+        file.write_bytes(file.read_bytes()[:40])
+    said = r"'a'.*'b'.* cannot be read .* Not as written: state/array_metadatas/process_0\."
+    with pytest.raises(CheckpointError, match=said):
+        jaxmem.restore(tmp_path, state)
+
+
+def test_files_that_no_array_needs_can_be_given_up(tmp_path):
+    state = {"w": jnp.ones((64, 32)), "n": 4}
+    jaxmem.save(tmp_path, state, step=1, wait=True)
+    (tmp_path / "1" / "state" / "_sharding").write_text("{}")
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
+    with pytest.raises(CheckpointError, match="Every array is as it was") as said:
+        jaxmem.restore(tmp_path, blank(state))
+    assert "Not as written: _CHECKPOINT_METADATA, state/_sharding." in str(said.value)
+    for name in re.findall(r"\w+\.txt", str(said.value)):
+        (tmp_path / "1" / name).unlink()
+    assert_same(state, jaxmem.restore(tmp_path, blank(state)))
+
+
+def test_what_cannot_be_read_is_damaged(tmp_path, monkeypatch):
+    """A bad sector, a file of somebody else, a directory in the place of a file."""
+    state = {"w": jnp.ones((64, 32)), "n": 4}
+    jaxmem.save(tmp_path, state, step=1, wait=True)
+    (tmp_path / "1" / "commit_success.txt").unlink()
+    (tmp_path / "1" / "commit_success.txt").mkdir()
+    with pytest.raises(CheckpointError, match=r"Not as written: commit_success\.txt"):
+        jaxmem.restore(tmp_path, blank(state))
+    piece = seal._piece
+
+    def failing(path: Path, start: int) -> int:
+        if path.name == "_sharding":
+            raise OSError(5, "Input/output error")
+        return piece(path, start)
+
+    monkeypatch.setattr(seal, "_piece", failing)
+    with pytest.raises(CheckpointError, match=r"commit_success\.txt, state/_sharding\."):
+        jaxmem.restore(tmp_path, blank(state))
+
+
+def test_a_file_of_several_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(seal, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(seal, "_READ_BYTES", 30)
+    file = tmp_path / "a file"
+    sums = set()
+    for size in (0, 1, 99, 100, 101, 2000):
+        for at in (None, 0, size // 2, size - 1):
+            raw = bytearray(size)
+            if at is not None and size:
+                raw[at] = 1
+            file.write_bytes(raw)
+            sums.add(seal.sums_of(tmp_path)["a file"])
+    assert len(sums) == 1 + 2 + 4 * 4
+
+
+def test_a_directory_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has \[ in it, which Orbax takes for a pattern"):
+        jaxmem.save(tmp_path / "run [x]", {"w": jnp.ones(3)}, step=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_complete_when_python_ends_is_not_called_incomplete(tmp_path):
+    code = (
+        "import pathlib, time, numpy as np, jaxmem\n"
+        f"jaxmem.save({str(tmp_path)!r}, {{'w': np.ones(3, np.float32)}}, step=3)\n"
+        f"while not pathlib.Path({str(tmp_path)!r}, '3').exists(): time.sleep(0.05)\n"
+        "time.sleep(0.5)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE.parent.parent, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "3" / seal.AROUND).is_file()
+
+
+def test_the_list_of_files_is_there_before_a_checkpoint_is(tmp_path, monkeypatch):
+    """A checkpoint is complete when it is renamed: what is complete has its list."""
+    seen = []
+
+    def write_around(place: Path) -> None:
+        seen.append(seal.changed(place))
+        assert (place / seal.ITEMS).is_file()
+
+    monkeypatch.setattr(writing.seal, "write_around", write_around)
+    state = {"w": jnp.ones((64, 32))}
+    jaxmem.save(tmp_path, state, step=1, wait=True)
+    assert seen == [[]]
+    assert_same(state, jaxmem.restore(tmp_path, state))
+    inside = {
+        p.relative_to(tmp_path / "1").as_posix() for p in tmp_path.rglob("*/*/*") if p.is_file()
+    }
+    listed = (tmp_path / "1" / seal.ITEMS).read_text().splitlines()[1:]
+    assert {line.split(" ", 2)[2] for line in listed} == inside
 
 
 # --- faults -----------------------------------------------------------------------------------
