@@ -177,7 +177,9 @@ def test_a_checkpoint_that_is_complete_when_python_ends_is_not_called_incomplete
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=HERE.parent.parent, capture_output=True, text=True
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
+    # jax's plugins may say something of their own.
+    assert "jaxmem: " not in ended.stderr, ended.stderr
     assert (tmp_path / "3" / seal.AROUND).is_file()
 
 
