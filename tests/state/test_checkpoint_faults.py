@@ -168,6 +168,7 @@ def test_a_directory_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
 
 
 def test_a_checkpoint_that_is_complete_when_python_ends_is_not_called_incomplete(tmp_path):
+    # Nobody waits for it but by looking; a moment later Orbax's thread has ended, too.
     code = (
         "import pathlib, time, numpy as np, jaxmem\n"
         f"jaxmem.save({str(tmp_path)!r}, {{'w': np.ones(3, np.float32)}}, step=3)\n"
@@ -175,7 +176,11 @@ def test_a_checkpoint_that_is_complete_when_python_ends_is_not_called_incomplete
         "time.sleep(0.5)"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE.parent.parent, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
     # jax's plugins may say something of their own.
