@@ -15,7 +15,7 @@ import jaxmem
 from jaxmem.runtime import compiler
 from jaxmem.runtime.overlaps import ALONE, OVERLAPPING, Overlaps
 from jaxmem.runtime.tries import MOST_COMPILES
-from jaxmem.targets import compiling
+from jaxmem.targets import options as xla_options
 
 WIDTH, LAYERS, ROWS = 1024, 4, 8192
 # Slow arithmetic: what is made again costs more than a copy.
@@ -119,7 +119,7 @@ def roomy(monkeypatch):
     """A device so large that the compiler puts what it likes beside collectives, if it may."""
 
     def within_room(target, room_bytes, fixed_bytes):
-        return compiling.within_room(target, 0, 0) if not room_bytes else {}
+        return xla_options.within_room(target, 0, 0) if not room_bytes else {}
 
     monkeypatch.setattr(compiler, "within_room", within_room)
 
@@ -219,13 +219,13 @@ def test_copies_hide_although_nothing_runs_beside_collectives(budget, monkeypatc
     run = fitted(budget=budget * 9 // 10, host_budget="8GiB")
     plan = run.plan(*shapes())
     target = jaxmem.Target("2xh200")
-    assert dict(plan.options) == compiling.collectives_in_turn(target)
+    assert dict(plan.options) == xla_options.collectives_in_turn(target)
     lowered = run.lower(*shapes())
     text = lowered.compile().as_text()
     moved = text.count(" copy-start(")
     assert copies_beside_products(text) > moved / 2
     # Without room XLA starts no copy before it needs its end, either.
-    late = lowered.compile(compiler_options=compiling.within_room(target, 0, 0)).as_text()
+    late = lowered.compile(compiler_options=xla_options.within_room(target, 0, 0)).as_text()
     assert copies_beside_products(late) < moved / 4
 
 

@@ -12,7 +12,7 @@ import pytest
 import jaxmem
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets import Target
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, X, deep
 from tests.planner.lines import program
 from tests.problems import assert_same

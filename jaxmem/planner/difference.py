@@ -194,7 +194,9 @@ def _segments(plan: Plan) -> str:
 
 def _updates(plan: Plan) -> str:
     s = plan.streamed
-    return "in the step" if s is None else f"{s.updates} pieces, gradients in {s.stages} stages"
+    if s is None:
+        return "in the step, last" if plan.updates_last else "in the step"
+    return f"{s.updates} pieces, gradients in {s.stages} stages"
 
 
 def _policy(plan: Plan) -> str:

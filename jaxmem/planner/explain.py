@@ -263,6 +263,8 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
+    if plan.updates_last:
+        yield "they are updated after all else: as soon as gradients are there would not fit"
     if plan.streamed is not None:
         yield _streamed(plan.streamed)
     if plan.exposed_seconds > 0:

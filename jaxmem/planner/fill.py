@@ -30,6 +30,8 @@ class Solution:
         hosted: argument leaves that live in host memory, by their positions.
         host_bytes: predicted temporary bytes in host memory.
         settle: whether more element-wise results are written out early, for XLA to follow closer.
+        updates_last: whether leaves in host memory are updated after all else, and not as soon as
+            their gradients are there.
         why: why that solver, and how it ended, in words.
         bound_seconds: within the bytes that the search was given no program is faster on paper
             that makes values again at one turn; ``None`` where that is not known.
@@ -44,6 +46,7 @@ class Solution:
     hosted: frozenset[int] = frozenset()
     host_bytes: int = 0
     settle: bool = False
+    updates_last: bool = False
     why: str = ""
     bound_seconds: float | None = None
 
@@ -52,8 +55,8 @@ class Solution:
         """Equal for equal decisions."""
         away = [("offload", turn, names) for turn, names in self.offload.items()]
         hosted = [("hosted", position) for position in self.hosted]
-        settled = ["settle"] if self.settle else []
-        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted, *settled])
+        how = ["settle"] * self.settle + ["updates last"] * (self.updates_last and bool(hosted))
+        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted, *how])
 
     @property
     def cost(self) -> tuple[float, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.explain import Explanation
     from jaxmem.planner.frontier import Frontier
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 Action = Literal["keep", "recompute", "offload"]
 
 
@@ -219,6 +219,8 @@ class Plan(Displayed):
         options: names and values of the XLA options the program is compiled with.
         settled: whether more element-wise results are written out early, so that XLA keeps closer
             to the predicted bytes.
+        updates_last: whether ``hosted`` leaves are updated after all else, where updates as soon
+            as their gradients are there would not fit.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.
@@ -263,6 +265,7 @@ class Plan(Displayed):
     streamed: Streamed | None = None
     microbatches: int = 1
     settled: bool = False
+    updates_last: bool = False
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""

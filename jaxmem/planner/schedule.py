@@ -12,6 +12,7 @@ What is kept may cross the turn in host memory, and arguments may live there: se
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,9 @@ from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
 from jaxmem.planner.segments import Segments, refusal
 from jaxmem.planner.simulate import Simulator
-from jaxmem.planner.transfers import Moved, TransferLevel, Windows, by_result, moved_of
+from jaxmem.planner.transfers import Moved, TransferLevel, moved_of
+from jaxmem.planner.updates import by_result, when_ready
+from jaxmem.planner.windows import Windows
 from jaxmem.program.ir import Block, Hosting, Op, Value
 from jaxmem.program.loops import Nest, Pair, unrolled
 from jaxmem.program.making import in_pieces
@@ -59,12 +62,15 @@ class _Wanted:
     hosting: Hosting
     segments: Segments
     settle: bool = False
+    updates_last: bool = False
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
         found = [item for item in self.keep.items() if _inside(item[0][0], path)]
         away = [("offload", *item) for item in self.offload.items() if _inside(item[0][0], path)]
-        hosted = [self.hosting] if self.hosting and path == outermost else []
+        hosted = []
+        if self.hosting and path == outermost:
+            hosted = [(self.hosting, self.updates_last)]
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
         decided = frozenset([*found, *away, *hosted, *pairs])
         return decided | {"settle"} if decided and self.settle else decided
@@ -107,6 +113,7 @@ class Scheduler:
         *,
         segments: Segments = _WHOLE,
         settle: bool = False,
+        updates_last: bool = False,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -119,6 +126,7 @@ class Scheduler:
                 first; a pair that is not named or has none stays whole.
             settle: write out more element-wise results early: slower, and XLA then keeps closer
                 to the schedule's bytes.
+            updates_last: update what is in host memory after all else, and not when it is ready.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -132,7 +140,8 @@ class Scheduler:
         refused = refusal(self.nest, segments)
         if refused:
             raise ValueError(refused)
-        return self._block(self.nest, _Wanted(keep, offload, hosting, segments, settle))
+        wanted = _Wanted(keep, offload, hosting, segments, settle, updates_last)
+        return self._block(self.nest, wanted)
 
     def _check(self, offload: Keep) -> None:
         if self.host:
@@ -190,24 +199,28 @@ class Scheduler:
         carries: tuple[Value, ...] = (),
     ) -> tuple[Block, int]:
         """One line written out; what is known about the same operations is used again."""
-        block = nest.block
+        block, name = nest.block, nest.block.path
+        turns, away = wanted.turns(name), wanted.away(name)
+        if nest.cut is not None and not turns:
+            turns = [(nest.cut, None)]
         hosting = wanted.hosting if nest is self.nest else _NOWHERE
-        name = block.path
+        updates: list[tuple[int, list[Op]]] = []
         if hosting:
-            name, ops = f"{block.path} hosted", by_result(ops, block.outputs)
+            name += " hosted"
+            ops, updates = _with_updates(block, ops, turns, hosting, wanted.updates_last)
+            moved_before = [position for position, made in updates for _ in made]
+            moved_to = {turn: turn + bisect.bisect_left(moved_before, turn) for turn, _ in turns}
+            turns = [(moved_to[turn], kept) for turn, kept in turns]
+            away = {moved_to[turn]: names for turn, names in away.items()}
         facts = self._facts.get(name)
         if facts is None or len(facts.ops) != len(ops) or any(map(is_not, facts.ops, ops)):
             facts = Facts.of(block, ops, self.repeatable, carried, carries)
             self._facts[name] = facts
-        turns = wanted.turns(block.path)
-        if nest.cut is not None and not turns:
-            turns = [(nest.cut, None)]
-        away = wanted.away(block.path)
         if not away and not hosting:
             return Level(
                 facts, turns, barriers=barriers, host=self.host, settle=wanted.settle
             ).run()
-        moved = moved_of(facts, turns, away, hosting)
+        moved = moved_of(facts, turns, away, hosting, [made for _, made in updates])
         return self._transfers(facts, turns, moved, barriers=barriers)
 
     def _transfers(
@@ -218,10 +231,11 @@ class Scheduler:
         written = first.run()
         if not barriers:
             return written
-        windows = first.at_once()
+        copies = first.copies()
+        windows = copies.at_once()
         if self.simulator is not None:
             seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
-            windows = first.well_placed(seconds, self.simulator.rates)
+            windows = copies.well_placed(seconds, self.simulator.rates)
         return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
 
     def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:
@@ -255,6 +269,18 @@ class Scheduler:
         if counts:
             return split_in_segments(halves, counts)
         return one_ahead(*split_pair(halves), self.simulator)
+
+
+def _with_updates(
+    block: Block, ops: Sequence[Op], turns: Turns, hosting: Hosting, last: bool
+) -> tuple[list[Op], list[tuple[int, list[Op]]]]:
+    """A line with its updates where they should run, and those that are early."""
+    if last:
+        return by_result(ops, block.outputs), []
+    hosted = [block.inputs[n] for n in hosting.inputs]
+    passes = [turn for turn, kept in turns if not isinstance(kept, StillKept)]
+    until = max([turn for turn, _ in turns], default=0)
+    return when_ready(ops, block.outputs, hosted, max(passes, default=0), until)
 
 
 def _inside(path: str, outer: str) -> bool:

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from jaxmem.planner.bodies import BodySolver
 from jaxmem.planner.candidates import TurnChoices, carried, choices
@@ -36,8 +37,8 @@ from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
 
-State = tuple[frozenset[str], frozenset[int], bool]
-"""What is pinned, what is hosted, and whether to settle: what was found belongs to it."""
+State = tuple[frozenset[str], frozenset[int], bool, bool]
+"""What is pinned and hosted, whether to settle and to update last: what was found belongs to it."""
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
@@ -61,6 +62,7 @@ _TIGHT = 1.5
 _MOST_NESTED = 2
 # Relative: up to this the seconds of a line and of the program written out are the same.
 _SAME = 1e-6
+_COST = attrgetter("cost")
 _WHY_POLICY = "the policy decides about every value"
 
 
@@ -74,6 +76,7 @@ class Search:
         pinned: names that are always kept.
         hosted: argument leaves that live in host memory, by their positions.
         settle: whether schedules write out more element-wise results early.
+        updates_last: whether hosted leaves are updated after all else.
         ruled: what a policy decides; it holds in every solution that is found.
         deadline: when its time is over, only the simple answers are found.
     """
@@ -114,6 +117,7 @@ class Search:
         )
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
+        self.updates_last = False
         self.settle = self.cautious = False
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
@@ -147,7 +151,7 @@ class Search:
 
     @property
     def _state(self) -> State:
-        return self.pinned, self.hosted, self.cautious
+        return self.pinned, self.hosted, self.cautious, self.updates_last
 
     def settle_more(self, wanted: bool) -> None:
         """From now on keep to what XLA follows closely, or not.
@@ -160,21 +164,31 @@ class Search:
     @contextlib.contextmanager
     def afresh(self) -> Iterator[None]:
         """Search as if nothing had been compiled yet, and then go on from where it was."""
-        before = self.pinned, self.cautious
+        pinned, cautious = self.pinned, self.cautious
         self.unpin()
         self.settle_more(False)
         try:
             yield
         finally:
-            self.pinned = before[0]
-            self.settle_more(before[1])
+            self.pinned = pinned
+            self.settle_more(cautious)
+
+    @contextlib.contextmanager
+    def hosting(self, hosted: frozenset[int], *, updates_last: bool) -> Iterator[None]:
+        """Search with these leaves in host memory meanwhile, updated when ready or last."""
+        before = self.hosted, self.updates_last
+        self.hosted, self.updates_last = hosted, updates_last
+        try:
+            yield
+        finally:
+            self.hosted, self.updates_last = before
 
     def smallest_carried(self, host_bytes: int) -> Solution | None:
         """The smallest of the simple answers with what loops carry in host memory, if they do."""
         return WithHost(self, 0, host_bytes).smallest()
 
     def unpin(self) -> None:
-        """Forget what was pinned: what is found next depends on nothing that came before."""
+        """Forget what was pinned, so that what came before decides nothing."""
         self.pinned = frozenset()
 
     def evaluate(
@@ -191,17 +205,15 @@ class Search:
         Args:
             keep: for each turn the names kept across it.
             offload: those of them that cross it in host memory.
-            hosted: argument leaves that live in host memory, by their positions; besides those
-                that do so anyway.
+            hosted: argument leaves that live in host memory besides those that do so anyway.
             segments: for the scan pairs that run in segments how many.
             solver: who proposed it.
         """
         keep = self._with_pinned(keep)
         offload = {t: names for t, names in self.ruled.offloaded(offload).items() if names}
         segments = {path: counts for path, counts in segments.items() if counts}
-        asked = Solution(
-            keep, 0, 0.0, solver, segments, offload, hosted | self.hosted, settle=self.settle
-        )
+        here = solver, segments, offload, hosted | self.hosted
+        asked = Solution(keep, 0, 0.0, *here, settle=self.settle, updates_last=self.updates_last)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(
@@ -252,6 +264,7 @@ class Search:
             hosting,
             segments=solution.segments,
             settle=solution.settle,
+            updates_last=solution.updates_last,
         )
 
     def bases(self) -> list[Solution]:
@@ -369,7 +382,7 @@ class Search:
             if base.temp_bytes <= limit_bytes and (known is None or base.cost < known.cost):
                 kinds[base.solver] = base
         written = {s.key: s for s in map(self.judged, kinds.values())}
-        return sorted((s for s in written.values() if s.temp_bytes <= limit_bytes), key=_cost)
+        return sorted((s for s in written.values() if s.temp_bytes <= limit_bytes), key=_COST)
 
     def _simple_within(self, limit_bytes: int, most: int = 2) -> list[Solution]:
         """The fastest simple answers that fit on paper, and the smallest."""
@@ -387,7 +400,7 @@ class Search:
         elif self.line is not None:
             starts = [*self.line_solver().starts(limit_bytes), *starts]
         else:
-            starts = sorted([*starts, *self.bodies.starts(limit_bytes, starts)], key=_cost)[:3]
+            starts = sorted([*starts, *self.bodies.starts(limit_bytes, starts)], key=_COST)[:3]
         if not starts:
             return None
         most = max(_FEWEST_TRIALS, _MOST_WORK // max(1, self._work))
@@ -419,8 +432,8 @@ class Search:
         assert self.line is not None
         if self._line_solver is None:
             # The line is the same whatever is pinned or hosted; `on_paper` looks at that itself.
-            turn = self.choices[0].turn
-            self._line_solver = LineSolver(self.line, turn, self.on_paper, self.deadline)
+            (on,) = self.choices
+            self._line_solver = LineSolver(self.line, on.turn, self.on_paper, self.deadline)
         return self._line_solver
 
     def _in_segments(self) -> list[Solution]:
@@ -435,7 +448,3 @@ class Search:
             return
         for name, keep in simple_keeps(self.choices):
             yield name, keep, WHY
-
-
-def _cost(solution: Solution) -> tuple[float, int]:
-    return solution.cost

@@ -25,28 +25,12 @@ from dataclasses import dataclass, field, replace
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.facts import Facts, kept_name
 from jaxmem.planner.level import MOST_YOUNG, Level, Turns
-from jaxmem.program.cost import Rates
+from jaxmem.planner.windows import Copies, Windows
 from jaxmem.program.ir import Atom, Block, Hosting, Op, Value
-from jaxmem.program.primitives import Kind, kind_of
+from jaxmem.program.primitives import Kind
 
-# Chosen, not measured: one copy on its link while the one before it is used. Counted in bytes, as
-# so many times the largest copy: small ones do not fill the device.
-MOST_ON_THE_WAY = 4
 # Bytes: smaller arrays are not worth a copy of their own.
 FEWEST_MOVED = 2**18
-
-
-@dataclass(frozen=True)
-class Windows:
-    """When the transfers of a line run.
-
-    Attributes:
-        land: for each operation, the values whose copies must be on the host after it.
-        fetch: for each operation, the values that start to come back before it.
-    """
-
-    land: Mapping[int, tuple[Value, ...]] = field(default_factory=dict)
-    fetch: Mapping[int, tuple[Value, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,11 +41,14 @@ class Moved:
         across: for each turn the values that cross it in host memory.
         hosted: inputs that live there; they are fetched, and after each turn fetched again.
         returned: numbers of the results that are returned there.
+        updates: by its first operation, what runs for each result that is made early of hosted
+            inputs.
     """
 
     across: Mapping[int, frozenset[Value]]
     hosted: frozenset[Value] = frozenset()
     returned: frozenset[int] = frozenset()
+    updates: Mapping[Op, Sequence[Op]] = field(default_factory=dict)
 
 
 def movable(facts: Facts, turn: int) -> dict[str, list[Value]]:
@@ -88,7 +75,8 @@ class TransferLevel(Level):
     Attributes:
         home: results that are returned in host memory.
         leaves: the values that are sent to the host.
-        away: those that are there now and must be fetched to be read.
+        away: those that are there now and must be fetched to be read; ``away_next`` those that are
+            from each turn on.
         sent: the copy in host memory of each.
         fetched: every fetch, and the operation before which it was written out.
         due: what should be on the host by now, and nothing waits for that yet.
@@ -104,10 +92,13 @@ class TransferLevel(Level):
         results = {outputs[n] for n in moved.returned}
         self.home = {v for v in results if isinstance(v, Value)} - moved.hosted
         self.leaves = self.home.union(*moved.across.values())
+        places = itertools.pairwise([0, *(turn for turn, _, _ in self.turns)])
+        away = [self._away_at(turn, before) for before, turn in places]
         self.turns = [
-            (turn, since, [*dropped, *(v for v in self._away_at(turn) if v not in dropped)])
-            for turn, since, dropped in self.turns
+            (turn, since, [*dropped, *(v for v in there if v not in dropped)])
+            for (turn, since, dropped), there in zip(self.turns, away, strict=True)
         ]
+        self.away_next = iter(away)
         self.leaving = {v for _, _, values in self.turns for v in values}
         self.sent: dict[Value, Value] = {v: v.on_host() for v in moved.hosted}
         self.given = tuple([self.sent.get(v, v) for v in facts.block.inputs])
@@ -119,10 +110,16 @@ class TransferLevel(Level):
         self.bounds: list[int] = []
         self._absent(moved.hosted)
 
-    def _away_at(self, turn: int) -> list[Value]:
-        """What crosses ``turn`` in host memory, in program order."""
-        made = self.facts.made
-        moved = self.moved.across.get(turn, frozenset()) | self.moved.hosted
+    def _away_at(self, turn: int, before: int) -> list[Value]:
+        """What crosses ``turn`` in host memory, in program order.
+
+        Where updates run early, a hosted input that nothing read since the turn before it is still
+        there, or is on the way to what reads it later.
+        """
+        made, readers, hosted = self.facts.made, self.facts.readers, self.moved.hosted
+        if self.moved.updates:
+            hosted = {v for v in hosted if any(before <= n < turn for n in readers.get(v, ()))}
+        moved = self.moved.across.get(turn, frozenset()).union(hosted)
         return sorted(moved, key=lambda v: (made.get(v, -1), str(v.key)))
 
     def _absent(self, values: Iterable[Value]) -> None:
@@ -182,16 +179,46 @@ class TransferLevel(Level):
             early &= {v for _, v, at in self.facts.droppable if at < turn}
             self.fresh.update(early - self.dropped)
         self.away.difference_update(dropped)
-        self.away.update(self._away_at(turn))
+        self.away.update(next(self.away_next))
 
     def _emit_late(self, index: int, op: Op) -> None:
         self._fetch(self.windows.fetch.get(index, ()), index, op)
+        if self.barriers and op in self.moved.updates:
+            self._wait_with(self.moved.updates[op], index)
         super()._emit_late(index, op)
         for value in op.outputs:
             if value in self.leaves:
                 self._send(value, op)
         self._land(self.windows.land.get(index, ()), index, op)
         self.bounds.append(len(self.emitted))
+
+    def _wait_with(self, update: Sequence[Op], index: int) -> None:
+        """Have an update wait for the kernel before it, beside which what it reads is copied.
+
+        Without it XLA updates as soon as it can, with nothing beside the copies, and takes what is
+        made of arguments alone, such as decayed weights, before the forward pass: 384 MiB of six
+        layers were there until the end.
+        """
+        read = dict.fromkeys([v for op in update for v in op.values if v.nbytes >= FEWEST_MOVED])
+        here = [v for v in read if v not in self.gone and v not in self.made]
+        last = self._made_last(index) if here else []
+        if last:
+            now = {v: self._now(v) for v in here}
+            behind = self._barrier(update[0], list(now.values()), last, self._tag())
+            self._stands_for({now[v]: behind[now[v]] for v in here})
+
+    def _made_last(self, index: int) -> list[Value]:
+        """What the last kernel before ``index`` made that is read from there on."""
+        facts = self.facts
+        for position in range(index - 1, self.turn - 1, -1):
+            if facts.kinds[position] is Kind.OPAQUE:
+                made = [v for v in self.ops[position].outputs if v in facts.read_until]
+                made = [self._as_read(v, index) for v in made]
+                made = [v for v in made if facts.read_until.get(v, -1) >= index]
+                made = [v for v in made if self._stays(v, index, facts.read_until[v])]
+                if made:
+                    return [self.again.get(v, v) for v in made[:1]]
+        return []
 
     def _tag(self) -> str:
         place = self.facts.block.path.replace("/", "_") or "step"
@@ -301,121 +328,29 @@ class TransferLevel(Level):
         across = {turn: values & came_back for turn, values in self.moved.across.items()}
         return replace(self.moved, across=across)
 
-    def at_once(self) -> Windows:
-        """Every copy to the host ends where its value is made."""
-        made: dict[int, tuple[Value, ...]] = {}
-        for value in self._leaving():
-            place = max(self._position(value), 0)
-            made[place] = (*made.get(place, ()), value)
-        return Windows(land=made)
+    def copies(self) -> Copies:
+        """What was written out of transfers, to place them."""
+        return Copies(
+            self.facts,
+            tuple((turn, frozenset(away)) for turn, _, away in self.turns),
+            self.moved.across,
+            tuple(self._leaving()),
+            tuple(self.fetched),
+            tuple(self.bounds),
+        )
 
     def _position(self, value: Value) -> int:
         return self.facts.made.get(value, -1)
 
-    def well_placed(self, seconds: Sequence[float], rates: Rates) -> Windows:
-        """When each transfer should run, judged by how long what was written out takes.
-
-        Copies to the host follow each other in program order, each from when its value is made;
-        copies back end when they are needed and start as late as that allows. None crosses its
-        turn, whatever time that costs. Where a link is slower than the computation it is busy all
-        the time with a few copies on the way, and more would only fill the device.
-
-        Args:
-            seconds: of each operation that was written out.
-            rates: of the links.
-        """
-        clock = list(itertools.accumulate(seconds, initial=0.0))
-        after = [clock[bound] for bound in self.bounds]
-        return Windows(self._landings(after, rates), self._arrivals([0.0, *after], rates))
-
-    def _start(self, index: int, earliest: int) -> int:
-        """The first operation of what is fused with ``index``, from ``earliest`` on."""
-        ends = self.facts.kernel_end
-        while index > earliest and ends[index - 1] >= index:
-            index -= 1
-        return max(index, earliest)
-
-    def _end(self, index: int) -> int:
-        """The last operation of what is fused with ``index``.
-
-        In the middle of a kernel a barrier makes the half of it that is done write out its results.
-        """
-        return self.facts.kernel_end[index]
-
-    def _landings(self, after: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
-        free, land = 0.0, {}
-        leaving = self._leaving()
-        room = _room(leaving)
-        for number, value in enumerate(leaving):
-            index = self._position(value)
-            free = max(after[index] if index >= 0 else 0.0, free)
-            free += rates.link_seconds("send", value.nbytes)
-            turns = [turn - 1 for turn, moved in self.moved.across.items() if value in moved]
-            behind = leaving[number + _together(leaving[number:], room) :][:1]
-            behind = [self._position(v) for v in behind]
-            place = self._end(min(bisect.bisect_left(after, free), len(after) - 1))
-            place = max(min([place, *turns, *behind]), index, 0)
-            land[place] = (*land.get(place, ()), value)
-        return land
-
-    def _arrivals(self, before: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
-        fetch: dict[int, tuple[Value, ...]] = {}
-        values = [value for value, _ in self.fetched]
-        room = _room(values)
-        for number in range(len(self.fetched) - 1, -1, -1):
-            value, index = self.fetched[number]
-            start = before[-1]
-            together = _together(values[number:], room)
-            for other, use in reversed(self.fetched[number:][:together]):
-                start = min(before[use], start) - rates.link_seconds("fetch", other.nbytes)
-            earlier = number + 1 - _together(values[number::-1], room)
-            before_it = self.fetched[:earlier][-1:]
-            passed = [t for t, _, away in self.turns if t <= index and value in away]
-            earliest = max([*passed, *(use for _, use in before_it)], default=0)
-            place = self._start(bisect.bisect_right(before, start) - 1, earliest)
-            if place < index:
-                fetch[place] = (value, *fetch.get(place, ()))
-        return fetch
-
-
-def _room(values: Iterable[Value]) -> int:
-    """Bytes that may be on the way at once."""
-    return MOST_ON_THE_WAY * max((v.nbytes for v in values), default=0)
-
-
-def _together(values: Iterable[Value], room: int) -> int:
-    """How many of the first ``values`` may be on the way together."""
-    return sum(total <= room for total in itertools.accumulate(v.nbytes for v in values))
-
-
-def by_result(ops: Sequence[Op], outputs: Sequence[Atom]) -> list[Op]:
-    """``ops`` with what follows the last kernel in the order in which results need it.
-
-    An optimizer is written one quantity at a time: all first moments, all second moments, all
-    updates. In the order of its results each array's are updated together, and only a few arrays
-    need to be on the device at once.
-    """
-    kernels = [n for n, op in enumerate(ops) if kind_of(op) is Kind.OPAQUE or op.eqn.effects]
-    start = kernels[-1] + 1 if kernels else 0
-    maker = {v: op for op in ops[start:] for v in op.outputs}
-    ordered: dict[Op, None] = dict.fromkeys(ops[:start])
-    for atom in outputs:
-        stack = [maker[atom]] if isinstance(atom, Value) and atom in maker else []
-        while stack:
-            op = stack[-1]
-            missing = [maker[v] for v in op.values if v in maker and maker[v] not in ordered]
-            if missing:
-                stack.extend(reversed(missing))
-            else:
-                ordered[stack.pop()] = None
-    ordered.update(dict.fromkeys(ops))
-    return list(ordered)
-
 
 def moved_of(
-    facts: Facts, turns: Turns, offload: Mapping[int, frozenset[str]], hosting: Hosting
+    facts: Facts,
+    turns: Turns,
+    offload: Mapping[int, frozenset[str]],
+    hosting: Hosting,
+    updates: Iterable[Sequence[Op]] = (),
 ) -> Moved:
-    """What ``offload`` and ``hosting`` name in one line.
+    """What ``offload`` and ``hosting`` name in one line, in which ``updates`` run early.
 
     Raises:
         ArgumentError: a name stands for nothing that may cross its turn in host memory.
@@ -440,4 +375,4 @@ def moved_of(
                 )
         across[turn] = frozenset(v for name in names for v in known[name])
     hosted = frozenset(facts.block.inputs[n] for n in hosting.inputs)
-    return Moved(across, hosted, hosting.results)
+    return Moved(across, hosted, hosting.results, {made[0]: made for made in updates if made})

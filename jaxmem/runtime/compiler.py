@@ -19,13 +19,12 @@ from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
 from jaxmem.runtime.splitting import OTHER_PARTS, split
 from jaxmem.targets import table
-from jaxmem.targets.compiling import (
-    Compiled,
+from jaxmem.targets.compiling import Compiled, compile_for, runs_here
+from jaxmem.targets.options import (
     collectives_in_turn,
-    compile_for,
+    copying,
     memory_schedules,
     overlapping,
-    runs_here,
     within_room,
 )
 from jaxmem.targets.target import Target
@@ -167,14 +166,18 @@ class Compiler:
                 self.program.avals(hosting),
                 donate=self.program.donated,
                 out_shardings=self.program.out_shardings(hosting),
-                options={**options, **self._for_transfers(block)},
+                options={**options, **self._for_transfers(solution, block)},
             )
         return self._compiled[key]
 
-    def _for_transfers(self, block: Block) -> Mapping[str, str]:
-        """What copies beside the iterations of a loop take of the compiler."""
+    def _for_transfers(self, solution: Solution | None, block: Block) -> Mapping[str, str]:
+        """What copies beside the iterations of a loop, or beside a backward pass, take."""
         loops = (op.loop.body for op in block.ops if op.loop is not None)
-        return overlapping(self.target) if any(map(has_transfers, loops)) else {}
+        if any(map(has_transfers, loops)):
+            return overlapping(self.target)
+        early = solution is not None and solution.hosted and not solution.updates_last
+        # Over a mesh the same limit is that of collectives.
+        return copying(self.target) if early and not self.program.sharded else {}
 
     @functools.cached_property
     def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:

@@ -15,7 +15,7 @@ from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.tries import Outcome, Tries
-from jaxmem.targets.compiling import is_schedule
+from jaxmem.targets.options import is_schedule
 from jaxmem.units import format_bytes
 
 
@@ -77,9 +77,8 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
         return None
     compiler.search.settle_more(plan.settled)
     try:
-        return compiler.search.evaluate(
-            keep, offload, hosted, segments=segments, solver=plan.solver
-        )
+        with compiler.search.hosting(hosted, updates_last=plan.updates_last):
+            return compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
     except ArgumentError as error:
         raise PlanMismatchError(
             f"the plan for {plan.function} cannot be followed: {error}"

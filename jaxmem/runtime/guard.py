@@ -36,8 +36,9 @@ from jaxmem.rewrite.staged import staged
 from jaxmem.runtime import rounds, verify
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.parts import compile_parts
-from jaxmem.targets.compiling import compile_for, memory_schedules, runs_here, usable_bytes
+from jaxmem.targets.compiling import compile_for, runs_here, usable_bytes
 from jaxmem.targets.measured import cache_folder, key_of
+from jaxmem.targets.options import memory_schedules
 from jaxmem.targets.target import Target
 
 _LAYERS, _ROWS, _WIDTH = 4, 512, 512

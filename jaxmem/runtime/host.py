@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import numbers
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -155,37 +154,33 @@ class OnHost:
         found = [frozenset(leaves[:count]) for count in chosen]
         return [frozenset[int](), *found] if program.fixed_bytes <= budget_bytes else found
 
-    def solved(self, hosted: frozenset[int], room: Callable[[int], int]) -> Solution | None:
+    def solved(
+        self, hosted: frozenset[int], room: Callable[[int], int], *, updates_last: bool = False
+    ) -> Solution | None:
         """The fastest program with these leaves in host memory; ``None`` if none fits.
 
         Args:
             hosted: the leaves.
             room: temporary bytes that there are with so many bytes away.
+            updates_last: they are updated after all else, and not as soon as that can be.
         """
         away = self.program.host_bytes(self.program.hosting(hosted))
-        with self._hosting(hosted):
+        with self.search.hosting(hosted, updates_last=updates_last):
             return self.search.solve(room(away), self.allowed - away)
-
-    @contextlib.contextmanager
-    def _hosting(self, hosted: frozenset[int]) -> Iterator[None]:
-        """Search with these leaves in host memory meanwhile."""
-        self.search.hosted = hosted
-        try:
-            yield
-        finally:
-            self.search.hosted = frozenset()
 
     def fewest(
         self,
         sets: Sequence[frozenset[int]],
         room: Callable[[int], int],
         tried: Collection[frozenset],
+        *,
+        updates_last: bool,
     ) -> tuple[int, Solution] | None:
         """The first of growing ``sets`` with which something new fits on paper, by bisection."""
         low, high, found = 0, len(sets), None
         while low < high:
             middle = (low + high) // 2
-            solution = self.solved(sets[middle], room)
+            solution = self.solved(sets[middle], room, updates_last=updates_last)
             if solution is None or solution.key in tried:
                 low = middle + 1
             else:
@@ -198,7 +193,10 @@ class OnHost:
         """The fastest new program with leaves in host memory, of a few numbers of leaves."""
         sets = [hosted for hosted in self.sets(budget_bytes) if hosted]
         step = max(1, -(-len(sets) // _MOST_COMPARED))
-        solutions = [self.solved(hosted, room) for hosted in sets[::-step]]
+        solutions = [
+            self.solved(hosted, room) or self.solved(hosted, room, updates_last=True)
+            for hosted in sets[::-step]
+        ]
         new = [s for s in solutions if s is not None and s.key not in tried]
         return min(new, key=lambda s: s.cost, default=None)
 
@@ -208,15 +206,27 @@ class OnHost:
         The same ones whatever was planned before. What is fetched changes which is the smallest:
         six products and their momentum take 92 MiB on paper as the smallest simple answer has it,
         which compiles to 112 (jax 0.10.2), and 84 where a search is given nine tenths of that.
+        Updates as soon as gradients are there free those, and take room beside the backward pass:
+        the smallest of either order is one of them.
         """
         most = self.sets(2**63)[-1]
         if not self.search.choices:
             return []
         left = self.allowed - self.program.host_bytes(self.program.hosting(most))
-        with self._hosting(most), self.search.afresh():
-            found: list[Solution | None] = [*(self.search.least() if most else [])]
-            if found and found[0] is not None:
-                found.append(self.search.solve(int(found[0].temp_bytes * _BELOW), left))
-            found.append(self.search.smallest_carried(left))
+        orders = (False, True) if most else (False,)
+        found: list[Solution] = []
+        with self.search.afresh():
+            for updates_last in orders:
+                with self.search.hosting(most, updates_last=updates_last):
+                    found += self._smallest(most, left)[: MOST_SMALLEST // len(orders)]
+        return sorted(found, key=lambda s: (s.temp_bytes, s.seconds))
+
+    def _smallest(self, hosted: frozenset[int], host_bytes: int) -> list[Solution]:
+        """The simple ones and what is found below them, with so many bytes there for values."""
+        search = self.search
+        found: list[Solution | None] = [*(search.least() if hosted else [])]
+        if found and found[0] is not None:
+            found.append(search.solve(int(found[0].temp_bytes * _BELOW), host_bytes))
+        found.append(search.smallest_carried(host_bytes))
         once = {s.key: s for s in found if s is not None}
-        return sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))[:MOST_SMALLEST]
+        return sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))

@@ -57,9 +57,9 @@ def larger(
 
 
 def _solve(search: Search, solution: Solution, limit_bytes: int) -> Solution | None:
-    """With the same arguments in host memory and as much of it for values."""
-    before, search.hosted = search.hosted, solution.hosted
-    try:
-        return search.solve(limit_bytes, solution.host_bytes)
-    finally:
-        search.hosted = before
+    """With the same arguments in host memory, and as much of it for values."""
+    found = []
+    for updates_last in {False, solution.updates_last}:
+        with search.hosting(solution.hosted, updates_last=updates_last):
+            found.append(search.solve(limit_bytes, solution.host_bytes))
+    return min((s for s in found if s is not None), key=lambda s: s.cost, default=None)

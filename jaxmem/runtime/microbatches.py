@@ -22,7 +22,8 @@ from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.rounds import FIRST_GUESS, TRIAL
 from jaxmem.runtime.tries import MOST_COMPILES, Outcome
-from jaxmem.targets.compiling import Compiled, memory_schedules
+from jaxmem.targets.compiling import Compiled
+from jaxmem.targets.options import memory_schedules
 
 # The step as written with one microbatch, and on a CPU the smallest program in two orders; then
 # first guesses, each of which tells what to make of the next prediction; then the step as written

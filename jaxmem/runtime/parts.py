@@ -19,14 +19,8 @@ from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.joined import as_joined
 from jaxmem.rewrite.standin import compilable
 from jaxmem.runtime.spread import Spread
-from jaxmem.targets.compiling import (
-    Compiled,
-    CompiledMemory,
-    compile_for,
-    going_along,
-    going_by_rows,
-    overlapping,
-)
+from jaxmem.targets.compiling import Compiled, CompiledMemory, compile_for
+from jaxmem.targets.options import going_along, going_by_rows, overlapping
 from jaxmem.targets.target import Target
 
 

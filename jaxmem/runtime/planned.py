@@ -98,6 +98,7 @@ def plan_of(
             for path, counts in sorted(solution.segments.items() if solution else ())
         ),
         settled=solution is not None and solution.settle,
+        updates_last=solution is not None and bool(solution.hosted) and solution.updates_last,
         hosted=tuple(
             program.arguments[n].path for n in sorted(solution.hosted if solution else ())
         ),

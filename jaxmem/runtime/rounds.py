@@ -19,11 +19,8 @@ from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.tries import MOST_COMPILES, Outcome
-from jaxmem.targets.compiling import (
-    Compiled,
-    memory_schedules,
-    most_bytes,
-)
+from jaxmem.targets.compiling import Compiled, most_bytes
+from jaxmem.targets.options import memory_schedules
 from jaxmem.units import format_bytes
 
 # Names of rounds.
@@ -45,8 +42,9 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: so many compiles at
-# least are left for them, the last MOST_SMALLEST for the smallest ones.
-_FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
+# least are left for them, the last MOST_SMALLEST for the smallest ones. Of the others so many have
+# early updates.
+_FEWEST_WITH_HOST, _MOST_WITH_HOST, _MOST_EARLY = 1 + MOST_SMALLEST, 4, 2
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
@@ -109,7 +107,7 @@ class _Rounds(Overlaps):
         # The same way whatever was planned before: a budget that was seen to work works again.
         self.search.unpin()
         self.search.settle_more(False)
-        self.search.hosted = frozenset()
+        self.search.hosted, self.search.updates_last = frozenset(), False
         policed.check_offloads(self.compiler, self.host_bytes)
         if self.fixed > self.budget and self.compiler.program.is_counted:
             self._in_host_memory()
@@ -312,10 +310,12 @@ class _Rounds(Overlaps):
         if not host.allowed:
             return
         self.report("looking for what host memory makes possible")
-        # What other programs compiled to says little about one with transfers.
-        self.scale = self.unscaled
         with self.search.afresh():
-            self._fewest_in_host_memory()
+            sets = self.host.sets(self.budget)
+            self._fewest_in_host_memory(sets, _MOST_EARLY, updates_last=False)
+            if not self.fitting:
+                hosted = [leaves for leaves in sets if leaves]
+                self._fewest_in_host_memory(hosted, _MOST_WITH_HOST, updates_last=True)
         self.reserved = 0
         if self.fitting:
             return
@@ -324,17 +324,21 @@ class _Rounds(Overlaps):
             if not self.fitting and smallest.key not in self.tried and self.left() > 0:
                 self._attempt_with_host(smallest)
 
-    def _fewest_in_host_memory(self) -> None:
+    def _fewest_in_host_memory(
+        self, sets: Sequence[frozenset[int]], most: int, *, updates_last: bool
+    ) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
-        host = self.host
-        sets = host.sets(self.budget)
         first = 0
+        # What other programs compiled to says little about one with transfers.
+        self.scale = self.unscaled
         # The last compiles are for what an error names: the smallest programs there are.
         self.reserved = MOST_SMALLEST
-        for _ in range(_MOST_WITH_HOST):
+        for _ in range(most):
             if self.left() <= self.reserved:
                 break
-            found = host.fewest(sets[first:], self._room, self.tried)
+            found = self.host.fewest(
+                sets[first:], self._room, self.tried, updates_last=updates_last
+            )
             if found is None:
                 break
             skipped, solution = found

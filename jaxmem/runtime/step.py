@@ -24,7 +24,8 @@ from jaxmem.program.ir import Hosting, Program
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import finite, guard, verify
 from jaxmem.runtime.tries import Outcome
-from jaxmem.targets.compiling import compile_for, memory_schedules
+from jaxmem.targets.compiling import compile_for
+from jaxmem.targets.options import memory_schedules
 from jaxmem.targets.target import Target
 from jaxmem.units import format_bytes
 

@@ -23,6 +23,8 @@ RATES = Rates({"float32": 1e12}, 1e11)
 # A call into nowhere, which costs the bytes of its operands and results.
 _NOWHERE = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((4,), jnp.float32))
 OPAQUE = jax.make_jaxpr(_NOWHERE)(jnp.zeros(4)).eqns[0]
+# What is fused into its readers.
+ELEMENTWISE = jax.make_jaxpr(jnp.add)(jnp.zeros(4), jnp.zeros(4)).eqns[0]
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,21 @@ class Line:
 
 
 @st.composite
-def lines(draw: Callable[..., Any], most: int = 12) -> Line:
-    """Lines of up to ``most`` operations with one or two results each, of 1 to 9 floats."""
+def lines(draw: Callable[..., Any], most: int = 12, *, mixed: bool = False) -> Line:
+    """Lines of up to ``most`` operations with one or two results each, of 1 to 9 floats.
+
+    With ``mixed`` some are element-wise, and have one result.
+    """
     sizes = st.integers(1, 9)
     values = [_value(draw(sizes), f"x{n}") for n in range(draw(st.integers(1, 2)))]
     inputs = tuple(values)
     ops = []
     for index in range(draw(st.integers(3, most))):
         operands = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
-        results = [
-            _value(draw(sizes), f"v{index}.{n}") for n in range(draw(st.sampled_from((1, 1, 2))))
-        ]
-        ops.append(Op(OPAQUE, tuple(operands), tuple(results)))
+        eqn = draw(st.sampled_from((OPAQUE, ELEMENTWISE))) if mixed else OPAQUE
+        count = draw(st.sampled_from((1, 1, 2))) if eqn is OPAQUE else 1
+        results = [_value(draw(sizes), f"v{index}.{n}") for n in range(count)]
+        ops.append(Op(eqn, tuple(operands), tuple(results)))
         values.extend(results)
     made = values[len(inputs) :]
     outputs = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True))

@@ -17,7 +17,7 @@ from jaxmem.program.making import kept_apart, may_be_kept_apart
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target, compile_for
-from jaxmem.targets.compiling import memory_schedules, overlapping
+from jaxmem.targets.options import memory_schedules, overlapping
 from tests.planner.lines import program
 from tests.problems import assert_same
 

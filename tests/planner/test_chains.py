@@ -20,7 +20,7 @@ from jaxmem.planner.search import Search
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
 from jaxmem.targets import Target, compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.planner.lines import search
 from tests.problems import assert_same
 

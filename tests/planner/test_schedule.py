@@ -16,7 +16,7 @@ from jaxmem.planner.search import Search
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.rewrite.emit import as_function
 from jaxmem.targets import Target, compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.planner.lines import Line, lines, random_keep, search
 from tests.problems import PROBLEMS, assert_same, pure
 
@@ -37,14 +37,14 @@ def searched(name: str) -> tuple[Search, list]:
     return found, [*found.program.consts, *jax.tree.leaves(step.args)]
 
 
-def expressions(block: Block) -> tuple[list, list]:
+def expressions(block: Block, numbers: dict[tuple, int] | None = None) -> tuple[list, list]:
     """What each output and each operation computes, written in the block's inputs.
 
     A barrier or transfer returns what it was given and a copy what its original does, so a right
-    schedule
-    has the expressions of the program it was made from.
+    schedule has the expressions of the program it was made from. Where it has another order the
+    two are compared with the same ``numbers``.
     """
-    numbers: dict[tuple, int] = {}
+    numbers = {} if numbers is None else numbers
 
     def number(*expression) -> int:
         return numbers.setdefault(expression, len(numbers))

@@ -19,7 +19,7 @@ from jaxmem.program.ir import Block
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
 from jaxmem.targets import Compiled, Target, compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.planner.lines import random_keep, search
 from tests.problems import PROBLEMS, assert_same, large, pure
 from tests.problems.transformers import Form, Shape

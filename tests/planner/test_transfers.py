@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxmem
 from jaxmem.planner.schedule import Scheduler
 from jaxmem.planner.simulate import Simulator
-from jaxmem.planner.transfers import by_result
+from jaxmem.planner.updates import by_result
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Hosting, Op, Value
 from jaxmem.program.loops import Nest

@@ -13,7 +13,7 @@ from jaxmem.program.ir import Block, Value
 from jaxmem.program.rowwise import Chunks, Rows, rows_at_once, rows_of
 from jaxmem.rewrite.chunked import as_loop
 from jaxmem.rewrite.emit import as_function
-from jaxmem.targets.compiling import going_by_rows
+from jaxmem.targets.options import going_by_rows
 from jaxmem.targets.target import Target
 
 ROWS, WIDE = 12, 4

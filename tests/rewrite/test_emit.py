@@ -14,7 +14,7 @@ from jax import lax
 from jaxmem.program.ir import Block, Op
 from jaxmem.rewrite.emit import as_function
 from jaxmem.targets import Target, compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.planner.lines import program, random_keep, search
 from tests.problems import (
     PROBLEMS,

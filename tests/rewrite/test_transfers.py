@@ -18,7 +18,7 @@ from jaxmem.runtime import verify
 from jaxmem.runtime.compiled import compiled_report
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target, compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from tests.fitted_steps import tanh_chain
 from tests.planner.lines import program, random_keep
 from tests.problems import PROBLEMS, assert_same, pure

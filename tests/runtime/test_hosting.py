@@ -283,3 +283,15 @@ def test_what_a_loop_over_steps_gives_back_stays_on_the_device():
     smallest = told.value.smallest_bytes
     plan = jaxmem.plan(steps, state, jnp.ones((ROWS, 512)), budget=smallest, **options)
     assert not plan.hosted and plan.compiled_bytes <= smallest
+
+
+def test_a_plan_says_when_hosted_leaves_are_updated(planned: jaxmem.Plan):
+    """In the backward pass or after it: two programs, and each is followed as it was planned."""
+    texts = set()
+    for last in (False, True):
+        run = followed(dataclasses.replace(planned, updates_last=last))
+        assert run.plan(*arguments()).updates_last is last
+        texts.add(run.lower(*arguments()).as_text())
+    assert len(texts) == 2
+    said = str(dataclasses.replace(planned, updates_last=True).explain())
+    assert "they are updated after all else" in said

@@ -17,7 +17,7 @@ from jaxmem.program.ir import Block, Op, Value
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
 from jaxmem.targets import compile_for
-from jaxmem.targets.compiling import memory_schedules
+from jaxmem.targets.options import memory_schedules
 from jaxmem.targets.target import Target
 from tests.fitted_steps import tanh_chain
 from tests.planner.lines import search
