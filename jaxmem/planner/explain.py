@@ -264,7 +264,7 @@ def _about(plan: Plan) -> Iterator[str]:
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
     if plan.updates_last:
-        yield "they are updated after all else: as soon as gradients are there would not fit"
+        yield "they are updated after all else: in the backward pass did not fit where it was tried"
     if plan.streamed is not None:
         yield _streamed(plan.streamed)
     if plan.exposed_seconds > 0:

@@ -220,7 +220,7 @@ class Plan(Displayed):
         settled: whether more element-wise results are written out early, so that XLA keeps closer
             to the predicted bytes.
         updates_last: whether ``hosted`` leaves are updated after all else, where updates as soon
-            as their gradients are there would not fit.
+            as their gradients are there were tried and did not fit.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.

@@ -275,11 +275,11 @@ def _with_updates(
     block: Block, ops: Sequence[Op], turns: Turns, hosting: Hosting, last: bool
 ) -> tuple[list[Op], list[tuple[int, list[Op]]]]:
     """A line with its updates where they should run, and those that are early."""
+    until = max([turn for turn, _ in turns], default=0)
     if last:
-        return by_result(ops, block.outputs), []
+        return by_result(ops, block.outputs, until), []
     hosted = [block.inputs[n] for n in hosting.inputs]
     passes = [turn for turn, kept in turns if not isinstance(kept, StillKept)]
-    until = max([turn for turn, _ in turns], default=0)
     return when_ready(ops, block.outputs, hosted, max(passes, default=0), until)
 
 

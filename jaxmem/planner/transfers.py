@@ -39,7 +39,8 @@ class Moved:
 
     Attributes:
         across: for each turn the values that cross it in host memory.
-        hosted: inputs that live there; they are fetched, and after each turn fetched again.
+        hosted: inputs that live there; they are fetched, and after each turn fetched again, but
+            for those that nothing read since the turn before where updates are early.
         returned: numbers of the results that are returned there.
         updates: by its first operation, what runs for each result that is made early of hosted
             inputs.
@@ -81,6 +82,7 @@ class TransferLevel(Level):
         fetched: every fetch, and the operation before which it was written out.
         due: what should be on the host by now, and nothing waits for that yet.
         bounds: how many operations were written out when each of the line's was.
+        of_kernels: what kernels made that may be read yet, of the first ``followed`` operations.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class TransferLevel(Level):
         self.fetched: list[tuple[Value, int]] = []
         self.due: list[Value] = []
         self.bounds: list[int] = []
+        self.of_kernels: list[Value] = []
+        self.followed = 0
         self._absent(moved.hosted)
 
     def _away_at(self, turn: int, before: int) -> list[Value]:
@@ -205,20 +209,27 @@ class TransferLevel(Level):
         if last:
             now = {v: self._now(v) for v in here}
             behind = self._barrier(update[0], list(now.values()), last, self._tag())
-            self._stands_for({now[v]: behind[now[v]] for v in here})
+            self._stands_for({self.again.get(v, v): behind[now[v]] for v in here})
 
     def _made_last(self, index: int) -> list[Value]:
         """What the last kernel before ``index`` made that is read from there on."""
-        facts = self.facts
-        for position in range(index - 1, self.turn - 1, -1):
+        facts, made = self.facts, self.of_kernels
+        for position in range(self.followed, index):
             if facts.kinds[position] is Kind.OPAQUE:
-                made = [v for v in self.ops[position].outputs if v in facts.read_until]
-                made = [self._as_read(v, index) for v in made]
-                made = [v for v in made if facts.read_until.get(v, -1) >= index]
-                made = [v for v in made if self._stays(v, index, facts.read_until[v])]
-                if made:
-                    return [self.again.get(v, v) for v in made[:1]]
+                made += [v for v in reversed(self.ops[position].outputs) if v in facts.read_until]
+        self.followed = max(self.followed, index)
+        while made and not self._is_read(made[-1], index):
+            made.pop()
+        for value in reversed(made):
+            now = self._as_read(value, index)
+            if self._is_read(value, index) and self._stays(now, index, facts.read_until[now]):
+                return [self.again.get(now, now)]
         return []
+
+    def _is_read(self, value: Value, index: int) -> bool:
+        """Whether a value made since the turn, or its transposition, is read from ``index`` on."""
+        late = self.made[value] >= self.turn
+        return late and self.facts.read_until.get(self._as_read(value, index), -1) >= index
 
     def _tag(self) -> str:
         place = self.facts.block.path.replace("/", "_") or "step"

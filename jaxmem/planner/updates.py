@@ -3,8 +3,8 @@
 An optimizer is written after the backward pass, one quantity at a time: all first moments, all
 second moments, all updates. What waits in host memory would be copied there and back when nothing
 is left to compute beside it. So an update runs as soon as its gradient is there, beside the rest of
-the backward pass. That takes room in the backward pass; where a budget lacks it, updates run last,
-each array's together.
+the backward pass. That takes room before the gradient is there; where a budget lacks it, updates
+run last, each array's together.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
 
-def by_result(ops: Sequence[Op], outputs: Sequence[Atom]) -> list[Op]:
+def by_result(ops: Sequence[Op], outputs: Sequence[Atom], until: int = 0) -> list[Op]:
     """``ops`` with what follows the last kernel in the order in which results need it.
 
     Each array's moments and update are then made together, and only a few arrays need to be on the
-    device at once.
+    device at once. What is before ``until`` stays where it is.
     """
-    start = _after_kernels(ops)
+    start = max(_after_kernels(ops), until)
     maker = _makers(ops[start:])
     ordered: dict[Op, None] = dict.fromkeys(ops[:start])
     for atom in outputs:

@@ -61,9 +61,10 @@ class Copies:
         """When each transfer should run, judged by how long what was written out takes.
 
         Copies to the host follow each other in program order, each from when its value is made;
-        copies back end when they are needed and start as late as that allows. None crosses its
-        turn, whatever time that costs. Where a link is slower than the computation it is busy all
-        the time with a few copies on the way, and more would only fill the device.
+        copies back end when they are needed and start as late as that allows. None crosses the turn
+        across which its value is in host memory, whatever time that costs. Where a link is slower
+        than the computation it is busy all the time with a few copies on the way, and more would
+        only fill the device.
 
         Args:
             seconds: of each operation that was written out.

@@ -193,10 +193,12 @@ class OnHost:
         """The fastest new program with leaves in host memory, of a few numbers of leaves."""
         sets = [hosted for hosted in self.sets(budget_bytes) if hosted]
         step = max(1, -(-len(sets) // _MOST_COMPARED))
-        solutions = [
-            self.solved(hosted, room) or self.solved(hosted, room, updates_last=True)
-            for hosted in sets[::-step]
-        ]
+        solutions = []
+        for hosted in sets[::-step]:
+            found = self.solved(hosted, room)
+            if found is None or found.key in tried:
+                found = self.solved(hosted, room, updates_last=True)
+            solutions.append(found)
         new = [s for s in solutions if s is not None and s.key not in tried]
         return min(new, key=lambda s: s.cost, default=None)
 

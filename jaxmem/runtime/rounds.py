@@ -42,9 +42,9 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: so many compiles at
-# least are left for them, the last MOST_SMALLEST for the smallest ones. Of the others so many have
-# early updates.
-_FEWEST_WITH_HOST, _MOST_WITH_HOST, _MOST_EARLY = 1 + MOST_SMALLEST, 4, 2
+# least are left for them, the last MOST_SMALLEST for the smallest ones; of the others so many have
+# updates as soon as gradients are there, and so many after all else.
+_FEWEST_WITH_HOST, _MOST_EARLY, _MOST_LATE = 1 + MOST_SMALLEST, 2, 2
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
@@ -315,12 +315,14 @@ class _Rounds(Overlaps):
             self._fewest_in_host_memory(sets, _MOST_EARLY, updates_last=False)
             if not self.fitting:
                 hosted = [leaves for leaves in sets if leaves]
-                self._fewest_in_host_memory(hosted, _MOST_WITH_HOST, updates_last=True)
+                self._fewest_in_host_memory(hosted, _MOST_LATE, updates_last=True)
         self.reserved = 0
         if self.fitting:
             return
         # Paper may say too much of them; an error would name one of these.
-        for smallest in host.smallest():
+        named = host.smallest()
+        for done, smallest in enumerate(named, 1):
+            self.reserved = len(named) - done
             if not self.fitting and smallest.key not in self.tried and self.left() > 0:
                 self._attempt_with_host(smallest)
 

@@ -181,6 +181,40 @@ def test_a_fetch_passes_a_turn_inside_the_late_part():
     assert len(places) == 1 and places[0] < made[h], "it starts before the turn at h"
 
 
+def test_each_update_waits_with_what_the_one_before_it_waited_with():
+    """Where two updates read a weight the second reads it behind its own barrier."""
+    x, p, m, n, g, r, s = (Value(jax.ShapeDtypeStruct((2**16,), jnp.float32), k) for k in "xpmngrs")
+    updates = [Op(ELEMENTWISE, (g, m, p), (r,)), Op(ELEMENTWISE, (g, n, p), (s,))]
+    block = Block("", (x, p, m, n), (Op(OPAQUE, (x, p), (g,)), *updates), (r, s))
+    written = Scheduler(Line(block, 1, ()).nest, simulator=Simulator(LINKED)).schedule(
+        {}, hosting=Hosting(frozenset([2, 3]), frozenset([0, 1]))
+    )
+    behind = [p]
+    for op in written.ops:
+        if op.barrier and behind[-1] in op.inputs:
+            behind.append(op.outputs[op.inputs.index(behind[-1])])
+    assert len(behind) == 3, "each of the two waits"
+    assert {v for op in written.ops for v in op.values}.issuperset(behind)
+
+
+def test_what_is_before_a_turn_stays_there_in_either_order():
+    x, m, a, b, n = (Value(jax.ShapeDtypeStruct((64,), jnp.float32), k) for k in "xmabn")
+    ops = (Op(OPAQUE, (x,), (a,)), Op(ELEMENTWISE, (a, a), (b,)), Op(ELEMENTWISE, (a, m), (n,)))
+    assert by_result(ops, (n, b)) == [ops[0], ops[2], ops[1]]
+    assert by_result(ops, (n, b), 2) == list(ops)
+    assert when_ready(ops, (n, b), [m], 2, 2)[0] == list(ops)
+    for last in (False, True):
+        line = Line(Block("", (x, m), ops, (n, b)), 2, ("a", "b"))
+        written = Scheduler(line.nest).schedule(
+            {("", 2): frozenset("ab")},
+            {("", 2): frozenset("a")},
+            Hosting(frozenset([1])),
+            updates_last=last,
+        )
+        numbers: dict[tuple, int] = {}
+        assert expressions(written, numbers)[0] == expressions(line.block, numbers)[0]
+
+
 def test_the_order_is_a_part_of_what_is_decided():
     step = trained(optax.sgd(0.1, momentum=0.9))
     search = Search(step, LINKED)
