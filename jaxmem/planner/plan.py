@@ -407,6 +407,8 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     """Fields that have the right type and cannot be: place, value, what it should be."""
     if plan.microbatches < 1:
         yield "microbatches", plan.microbatches, "1 or more"
+    if plan.updates_last and not plan.hosted:
+        yield "updates_last", True, "false where nothing is hosted"
     if plan.larger is not None and plan.larger.more_bytes < 1:
         yield "larger.more_bytes", plan.larger.more_bytes, "1 or more"
     for n, d in enumerate(plan.decisions):

@@ -102,6 +102,7 @@ class Scheduler:
     simulator: Simulator | None = None
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
+    _early: dict[Hosting, bool] = field(default_factory=dict)
     _memo: dict[tuple[str, frozenset], Block] = field(default_factory=dict)
     _pairs: dict[tuple[str, frozenset], tuple[Op, Op]] = field(default_factory=dict)
 
@@ -165,6 +166,14 @@ class Scheduler:
     def unrolled(self) -> dict[str, int]:
         """Blocks inside loops that run several iterations at once, and how many."""
         return unrolled(self.nest)
+
+    def updates_early(self, hosting: Hosting) -> bool:
+        """Whether any update of what is in host memory can run before all else is done."""
+        if hosting not in self._early:
+            block = self.nest.block
+            hosted = [block.inputs[n] for n in hosting.inputs]
+            self._early[hosting] = bool(when_ready(block.ops, block.outputs, hosted)[1])
+        return self._early[hosting]
 
     def repeatable(self, op: Op) -> bool:
         """Whether ``op`` may be executed again."""

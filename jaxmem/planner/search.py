@@ -183,12 +183,8 @@ class Search:
         finally:
             self.hosted, self.updates_last = before
 
-    def smallest_carried(self, host_bytes: int) -> Solution | None:
-        """The smallest of the simple answers with what loops carry in host memory, if they do."""
-        return WithHost(self, 0, host_bytes).smallest()
-
     def unpin(self) -> None:
-        """Forget what was pinned, so that what came before decides nothing."""
+        """Forget what was pinned: what is found next depends on nothing that came before."""
         self.pinned = frozenset()
 
     def evaluate(
@@ -213,7 +209,8 @@ class Search:
         offload = {t: names for t, names in self.ruled.offloaded(offload).items() if names}
         segments = {path: counts for path, counts in segments.items() if counts}
         here = solver, segments, offload, hosted | self.hosted
-        asked = Solution(keep, 0, 0.0, *here, settle=self.settle, updates_last=self.updates_last)
+        last = self.updates_last and self.scheduler.updates_early(self.program.hosting(here[-1]))
+        asked = Solution(keep, 0, 0.0, *here, settle=self.settle, updates_last=last)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(

@@ -42,7 +42,8 @@ def when_ready(
     An update is what a result is made of after the last kernel, where that reads anything hosted.
     It runs after the first kernel that follows all it needs: the gradient, and the last kernel that
     reads an argument which the update reads, as its result may take the argument's place.
-    Everything else after the last kernel comes last, as :func:`by_result` has it.
+    Everything else after the last kernel comes last, as :func:`by_result` has it; so does all of it
+    where no kernel is left after any update, as where all gradients decide about each.
 
     Args:
         ops: a straight line.
@@ -69,6 +70,8 @@ def when_ready(
         updates.append((position, made))
         moved.setdefault(position, []).extend(made)
         done.update(dict.fromkeys(made))
+    if all(position == start for position, _ in updates):
+        return by_result(ops, outputs, until), []
     ordered = [op for n in range(start) for op in (*moved.get(n, ()), ops[n])]
     ordered += moved.get(start, ())
     for atom in outputs:

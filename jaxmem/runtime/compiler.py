@@ -175,9 +175,11 @@ class Compiler:
         loops = (op.loop.body for op in block.ops if op.loop is not None)
         if any(map(has_transfers, loops)):
             return overlapping(self.target)
-        early = solution is not None and solution.hosted and not solution.updates_last
-        # Over a mesh the same limit is that of collectives.
-        return copying(self.target) if early and not self.program.sharded else {}
+        # Over a mesh that was not measured.
+        if solution is None or solution.updates_last or self.program.sharded:
+            return {}
+        early = self.search.scheduler.updates_early(self.hosting(solution))
+        return copying(self.target) if early else {}
 
     @functools.cached_property
     def trials(self) -> tuple[tuple[Mapping[str, str], Compiled], ...]:

@@ -15,6 +15,7 @@ from jaxmem._before_jax import USABLE_SHARE
 from jaxmem.errors import ArgumentError, BudgetError
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
+from jaxmem.planner.withhost import WithHost
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets.pinned import LIMIT_VARIABLE
 from jaxmem.targets.target import Target
@@ -154,6 +155,10 @@ class OnHost:
         found = [frozenset(leaves[:count]) for count in chosen]
         return [frozenset[int](), *found] if program.fixed_bytes <= budget_bytes else found
 
+    def updates_early(self, hosted: frozenset[int]) -> bool:
+        """Whether updates of these leaves can run before all else is done, so in two orders."""
+        return self.search.scheduler.updates_early(self.program.hosting(hosted))
+
     def solved(
         self, hosted: frozenset[int], room: Callable[[int], int], *, updates_last: bool = False
     ) -> Solution | None:
@@ -215,7 +220,7 @@ class OnHost:
         if not self.search.choices:
             return []
         left = self.allowed - self.program.host_bytes(self.program.hosting(most))
-        orders = (False, True) if most else (False,)
+        orders = (False, True) if self.updates_early(most) else (False,)
         found: list[Solution] = []
         with self.search.afresh():
             for updates_last in orders:
@@ -229,6 +234,7 @@ class OnHost:
         found: list[Solution | None] = [*(search.least() if hosted else [])]
         if found and found[0] is not None:
             found.append(search.solve(int(found[0].temp_bytes * _BELOW), host_bytes))
-        found.append(search.smallest_carried(host_bytes))
+        # What loops carry may wait there, too.
+        found.append(WithHost(search, 0, host_bytes).smallest())
         once = {s.key: s for s in found if s is not None}
         return sorted(once.values(), key=lambda s: (s.temp_bytes, s.seconds))

@@ -42,9 +42,9 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: so many compiles at
-# least are left for them, the last MOST_SMALLEST for the smallest ones; of the others so many have
-# updates as soon as gradients are there, and so many after all else.
-_FEWEST_WITH_HOST, _MOST_EARLY, _MOST_LATE = 1 + MOST_SMALLEST, 2, 2
+# least are left for them, the last MOST_SMALLEST for the smallest ones. Where updates can be early
+# half of the others have them so, and then half after all else.
+_FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
@@ -312,10 +312,12 @@ class _Rounds(Overlaps):
         self.report("looking for what host memory makes possible")
         with self.search.afresh():
             sets = self.host.sets(self.budget)
-            self._fewest_in_host_memory(sets, _MOST_EARLY, updates_last=False)
-            if not self.fitting:
+            either = any(map(host.updates_early, sets[-1:]))
+            most = _MOST_WITH_HOST // (1 + either)
+            self._fewest_in_host_memory(sets, most, updates_last=False)
+            if not self.fitting and either:
                 hosted = [leaves for leaves in sets if leaves]
-                self._fewest_in_host_memory(hosted, _MOST_LATE, updates_last=True)
+                self._fewest_in_host_memory(hosted, most, updates_last=True)
         self.reserved = 0
         if self.fitting:
             return

@@ -51,9 +51,9 @@ def copying(target: Target) -> dict[str, str]:
     """Compiler options with which several copies to and from the host are under way at once.
 
     XLA:GPU has two at a time and starts others when these have ended. Of a GPT on an H100 whose
-    moments wait in host memory, and are updated in the backward pass, 109 ms of copies were not
-    hidden; 62 with four, and 107 with 64. Each takes memory while it is under way: six products
-    and their momentum, 96 MiB with four, are 92 with two.
+    moments are updated in the backward pass 109 ms of copies were not hidden in a first version,
+    62 with four, and 107 with 64; later 70 and 67 with two and four. Each takes memory while it is
+    under way: six products and their momentum, 96 MiB with four, are 92 with two.
 
     >>> copying(Target("h200"))
     {'xla_gpu_experimental_parallel_async_compute_limit': '4'}

@@ -80,6 +80,8 @@ def plain_instances(cls):
     given_fields = {f.name: kinds[f.type] for f in fields}
     if cls is Plan:
         given_fields["microbatches"] = st.integers(1, 64)
+        # Of what is not hosted it is not said when it is updated.
+        given_fields["hosted"] = st.lists(st.text(), min_size=1).map(tuple)
     return st.builds(cls, **given_fields)
 
 
@@ -253,6 +255,8 @@ def test_two_of_what_there_is_once(full: dict):
             Plan.from_json(json.dumps({**full, name: full[name] * 2}))
     with pytest.raises(jaxmem.PlanMismatchError, match="notes_ is not a field of a plan"):
         Plan.from_json(json.dumps({**full, "notes_": []}))
+    with pytest.raises(jaxmem.PlanMismatchError, match="updates_last is True, not false where"):
+        Plan.from_json(json.dumps({**full, "hosted": [], "updates_last": True}))
 
 
 def test_files_that_are_no_plan_files(tmp_path):

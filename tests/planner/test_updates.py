@@ -60,7 +60,7 @@ def test_only_updates_of_what_is_hosted_move_and_not_before_what_they_need(line:
         before = [op for op in ordered[:now] if op in ops[:start]]
         assert before == list(ops[:turn])
     if not hosted:
-        assert ordered == by_result(ops, outputs) or until > 0
+        assert ordered == by_result(ops, outputs, until)
 
 
 @given(lines(mixed=True), st.data(), st.sampled_from((None, LINKED)), st.booleans())
@@ -142,8 +142,11 @@ def test_where_all_gradients_decide_about_each_update_none_is_early():
     moments = {step.block.inputs[n + len(step.consts)] for n in moments_of(step)}
     early, updates = when_ready(step.block.ops, step.block.outputs, moments)
     kernels = [n for n, op in enumerate(step.block.ops) if kind_of(op) is Kind.OPAQUE]
-    assert {position for position, _ in updates} == {kernels[-1] + 1}
+    assert not updates and early == by_result(step.block.ops, step.block.outputs)
     assert early[: kernels[-1] + 1] == list(step.block.ops[: kernels[-1] + 1])
+    search = Search(step, LINKED)
+    with search.hosting(frozenset(moments_of(step)), updates_last=True):
+        assert not search.evaluate({}).updates_last, "there is one order, and no other to compile"
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-3)])
@@ -165,13 +168,13 @@ def test_copies_hide_beside_the_backward_pass(tx):
 
 def test_a_fetch_passes_a_turn_inside_the_late_part():
     """A moment that nothing read since the turn before is not put back and fetched again."""
-    x, m, a, b, g, h, n = (
-        Value(jax.ShapeDtypeStruct((64,), jnp.float32), key) for key in ("x", "m", *"abghn")
+    x, m, a, b, g, h, z, n = (
+        Value(jax.ShapeDtypeStruct((64,), jnp.float32), key) for key in "xmabghzn"
     )
-    reads = [((x,), a), ((a,), b), ((b, a), g), ((g, a), h)]
+    reads = [((x,), a), ((a,), b), ((b, a), g), ((g, a), h), ((h,), z)]
     kernels = [Op(OPAQUE, operands, (result,)) for operands, result in reads]
     ops = (*kernels, Op(ELEMENTWISE, (h, m), (n,)))
-    line = Line(Block("", (x, m), ops, (n,)), 2, ("a", "b"))
+    line = Line(Block("", (x, m), ops, (n, z)), 2, ("a", "b"))
     keep = {("", 2): frozenset(("a", "b")), ("", 4): StillKept(("a", "b"))}
     written = Scheduler(line.nest, simulator=Simulator(LINKED)).schedule(
         keep, hosting=Hosting(frozenset([1]), frozenset([0]))
@@ -183,9 +186,12 @@ def test_a_fetch_passes_a_turn_inside_the_late_part():
 
 def test_each_update_waits_with_what_the_one_before_it_waited_with():
     """Where two updates read a weight the second reads it behind its own barrier."""
-    x, p, m, n, g, r, s = (Value(jax.ShapeDtypeStruct((2**16,), jnp.float32), k) for k in "xpmngrs")
+    x, p, m, n, g, z, r, s = (
+        Value(jax.ShapeDtypeStruct((2**16,), jnp.float32), key) for key in "xpmngzrs"
+    )
     updates = [Op(ELEMENTWISE, (g, m, p), (r,)), Op(ELEMENTWISE, (g, n, p), (s,))]
-    block = Block("", (x, p, m, n), (Op(OPAQUE, (x, p), (g,)), *updates), (r, s))
+    kernels = [Op(OPAQUE, (x, p), (g,)), Op(OPAQUE, (x, x), (z,))]
+    block = Block("", (x, p, m, n), (*kernels, *updates), (r, s, z))
     written = Scheduler(Line(block, 1, ()).nest, simulator=Simulator(LINKED)).schedule(
         {}, hosting=Hosting(frozenset([2, 3]), frozenset([0, 1]))
     )
