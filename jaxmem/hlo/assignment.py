@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from jaxmem.hlo.wire import bytes_of, fields, number, numbers
 
-# xla/layout.h: the memory space of what is in host memory.
-HOST_SPACE = 5
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slice:
@@ -33,7 +30,8 @@ class Allocation:
         is_output: whether it holds a result, or a part of one.
         is_constant: whether it comes with the program; ``is_private`` with a thread.
         is_tuple: whether it is a table of addresses of results.
-        space: memory space of the compiler; :data:`HOST_SPACE` is host memory.
+        space: memory space of the compiler; :data:`jaxmem.hlo.module.HOST_SPACE` is host
+            memory.
         slices: what is in it and where, overlapping where not at the same time.
     """
 

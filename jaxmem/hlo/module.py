@@ -26,6 +26,8 @@ _DTYPES = {
 
 
 _BITS = re.compile(r"\d+")
+# xla/layout.h: the memory space of what is in host memory.
+HOST_SPACE = 5
 
 
 class Frame(NamedTuple):
@@ -38,11 +40,15 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """``dtype`` (a NumPy name, ``"tuple"``, or ``""``), ``dims``, and the parts of a tuple."""
+    """``dtype`` (a NumPy name, ``"tuple"``, or ``""``), ``dims``, and the parts of a tuple.
+
+    ``space`` is the compiler's memory space: :data:`HOST_SPACE` is host memory.
+    """
 
     dtype: str
     dims: tuple[int, ...]
     parts: tuple[Shape, ...]
+    space: int = 0
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -81,6 +87,8 @@ class Instruction:
     raw_shape: bytes
     raw_metadata: bytes
     raw_config: bytes
+    raw_convolution: bytes = b""
+    raw_dot: bytes = b""
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -212,7 +220,7 @@ def _computation(
     return Computation(ident, name, [i.id for i in made], root, sequences.get(ident, []))
 
 
-_KEPT = frozenset([1, 2, 3, 7, 9, 11, 13, 28, 35, 43])
+_KEPT = frozenset([1, 2, 3, 7, 9, 11, 13, 16, 28, 30, 35, 43])
 
 
 def _instruction(data: bytes, computation: int) -> Instruction:
@@ -241,12 +249,14 @@ def _instruction(data: bytes, computation: int) -> Instruction:
         get(3, b""),
         get(7, b""),
         get(43, b""),
+        get(16, b""),
+        get(30, b""),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _shape(data: bytes) -> Shape:
-    dtype, dims, parts = 0, [], []
+    dtype, dims, parts, space = 0, [], [], 0
     for n, value in fields(data):
         if n == 2:
             dtype = number(value)
@@ -254,7 +264,9 @@ def _shape(data: bytes) -> Shape:
             dims += numbers(value)
         elif n == 4:
             parts.append(_shape(bytes_of(value)))
-    return Shape(_DTYPES.get(dtype, ""), tuple(dims), tuple(parts))
+        elif n == 5:
+            space = next((number(v) for m, v in fields(bytes_of(value)) if m == 8), 0)
+    return Shape(_DTYPES.get(dtype, ""), tuple(dims), tuple(parts), space)
 
 
 @functools.lru_cache(maxsize=4096)

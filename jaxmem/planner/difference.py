@@ -15,7 +15,8 @@ from jaxmem.policies import Policy
 from jaxmem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from jaxmem.planner.plan import Decision, Plan
+    from jaxmem.planner.decisions import Decision
+    from jaxmem.planner.plan import Plan
 
 
 @dataclass(frozen=True)

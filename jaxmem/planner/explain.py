@@ -14,7 +14,8 @@ from jaxmem.policies.selector import module_matches
 from jaxmem.units import GIB, format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from jaxmem.planner.plan import Decision, Plan, Streamed
+    from jaxmem.planner.decisions import Decision, Streamed
+    from jaxmem.planner.plan import Plan
 
 _MOST_NAMES = 5
 _NEAR = 0.6
@@ -269,6 +270,9 @@ def _about(plan: Plan) -> Iterator[str]:
         yield _streamed(plan.streamed)
     if plan.exposed_seconds > 0:
         yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
+    if plan.compiled_exposed_seconds is not None:
+        waits = format_seconds(plan.compiled_exposed_seconds)
+        yield f"the compiled program waits {waits} for copies, by its own order of operations"
     if plan.measured_exposed_seconds is not None:
         yield f"measured were {format_seconds(plan.measured_exposed_seconds)} of such copies"
     yield from plan.notes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Transfer, Value
+from jaxmem.program.ir import Transfer
 
 _OTHER: dict[Transfer, Transfer] = {"send": "fetch", "fetch": "send"}
 
@@ -30,11 +31,11 @@ class Links:
 
     rates: Rates
     free: dict[Transfer, float] = field(default_factory=_at_zero)
-    ended: dict[Value, float] = field(default_factory=dict)
+    ended: dict[Hashable, float] = field(default_factory=dict)
     _busy_since: dict[Transfer, float] = field(default_factory=_at_zero)
-    _last: dict[Transfer, Value] = field(default_factory=dict)
+    _last: dict[Transfer, Hashable] = field(default_factory=dict)
 
-    def copy(self, way: Transfer, result: Value, nbytes: int, earliest: float) -> None:
+    def copy(self, way: Transfer, result: Hashable, nbytes: int, earliest: float) -> None:
         """Put a copy into the queue of its way.
 
         Args:
@@ -58,6 +59,13 @@ class Links:
             self.free[other] += beside * (1 - self._share(other))
             self.ended[self._last[other]] = self.free[other]
         self.ended[result], self._last[way] = self.free[way], result
+
+    def later(self, seconds: float) -> None:
+        """Have everything that was asked for go on so much later."""
+        for way in self.free:
+            self.free[way] += seconds
+            self._busy_since[way] += seconds
+        self.ended = {result: end + seconds for result, end in self.ended.items()}
 
     def _share(self, way: Transfer) -> float:
         """What a way keeps of its rate while the other is busy."""

@@ -107,7 +107,7 @@ def fit(
             tried.said.append(f"{way.what} on the host: not tried, the time limit is over")
             continue
         copies = way.nbytes / rate if rate else 0.0
-        if tried.best is not None and copies >= tried.best.plan.predicted_seconds:
+        if tried.best is not None and copies >= _seconds_of(tried.best.plan):
             told = f"{way.what} on the host: copies alone {format_seconds(copies)}"
             tried.said.append(told)
             continue
@@ -138,7 +138,7 @@ class _Tried:
         """Predicted seconds that another way must be quicker than."""
         if self.best is None:
             return math.inf
-        return _seconds_of(self.best) * (1 if self.best.plan.host_bytes else 1 - _CLEARLY)
+        return _seconds_of(self.best.plan) * (1 if self.best.plan.host_bytes else 1 - _CLEARLY)
 
     @property
     def nothing_to_win(self) -> bool:
@@ -160,7 +160,7 @@ class _Tried:
             self.said.append(f"{what}: {error}")
         else:
             self.said.append(f"{what}: {_moved(found.plan)}{_seconds(found.plan)}")
-            if _seconds_of(found) < self.seconds:
+            if _seconds_of(found.plan) < self.seconds:
                 self.best, self.chosen = found, what
 
     def outcome(self, deadline: Deadline) -> Outcome:
@@ -193,12 +193,15 @@ class _Tried:
         )
 
 
-def _seconds_of(found: Outcome) -> float:
-    return found.plan.predicted_seconds
+def _seconds_of(plan: Plan) -> float:
+    """Predicted seconds of a step, with what the compiled program waits for."""
+    if plan.compiled_exposed_seconds is None:
+        return plan.predicted_seconds
+    return plan.predicted_seconds - plan.exposed_seconds + plan.compiled_exposed_seconds
 
 
 def _seconds(plan: Plan) -> str:
-    return format_seconds(plan.predicted_seconds)
+    return format_seconds(_seconds_of(plan))
 
 
 def _moved(plan: Plan) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import jax
 
 from jaxmem.errors import ReportError
-from jaxmem.hlo.assignment import HOST_SPACE, Allocation, Slice, parse_assignment
+from jaxmem.hlo.assignment import Allocation, Slice, parse_assignment
 from jaxmem.hlo.lifetimes import Life, live_bytes, lives
-from jaxmem.hlo.module import Frame, read_module
+from jaxmem.hlo.module import HOST_SPACE, Frame, read_module
 from jaxmem.hlo.origins import Made, Origins
 from jaxmem.hlo.schedule import Place, Schedule, places, scheduled
 from jaxmem.hlo.serialized import buffer_assignment, unreadable

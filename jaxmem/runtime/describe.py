@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from jaxmem.errors import Holder
 from jaxmem.planner.candidates import Candidate
+from jaxmem.planner.decisions import Decision
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Members
-from jaxmem.planner.plan import Decision
 from jaxmem.planner.ruled import sent_keys
 from jaxmem.planner.schedule import Turn
 from jaxmem.planner.search import Search, Solution

@@ -13,6 +13,7 @@ from jaxmem.planner.schedule import StillKept, Turn
 from jaxmem.planner.segments import refusal, splittable
 from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.exposed import NOTHING
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.tries import Outcome, Tries
 from jaxmem.targets.options import is_schedule
@@ -43,10 +44,12 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
             f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
             f"{format_bytes(budget_bytes)}. {problem or 'Plan again.'}"
         )
+    exposed = tries.fitting[-1].exposed if tries.fitting else NOTHING
     same = replace(
         plan,
         budget_bytes=budget_bytes,
         compiled_bytes=total,
+        compiled_exposed_seconds=exposed.compiled_seconds,
         rounds=tuple(tries.rounds),
         larger=plan.larger if budget_bytes == plan.budget_bytes else None,
     )

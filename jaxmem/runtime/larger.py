@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxmem.planner.decisions import Decision, Larger, Round
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.plan import Decision, Larger, Round
 from jaxmem.planner.search import Search
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets.compiling import Compiled

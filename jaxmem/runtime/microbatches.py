@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxmem.errors import BudgetInfeasibleError
-from jaxmem.planner.plan import Round
+from jaxmem.planner.decisions import Round
 from jaxmem.planner.search import Solution
 from jaxmem.program.calling import Traced
 from jaxmem.program.microbatches import counts

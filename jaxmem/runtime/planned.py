@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from jaxmem.planner.decisions import Decision, Kept, Round, Segmented
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import StillKept
-from jaxmem.planner.plan import Decision, Kept, Plan, Round, Segmented
-from jaxmem.planner.search import Search
+from jaxmem.planner.plan import Plan
 from jaxmem.planner.segments import splittable
 from jaxmem.planner.simple import WHY
-from jaxmem.planner.simulate import Simulator
-from jaxmem.program.ir import Block, has_transfers
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.exposed import NOTHING, Exposed
 from jaxmem.runtime.larger import larger
 from jaxmem.targets.compiling import Compiled, memory_fraction, most_bytes, usable_bytes
 from jaxmem.units import format_bytes
@@ -30,6 +28,7 @@ class Chosen:
     Attributes:
         solution: its schedule; ``None`` for the step as written.
         compiled: the program, ``predicted_bytes`` its peak on paper.
+        exposed: how long it waits for copies, on paper and as compiled.
         measured_seconds: the median of its runs on the device; ``None`` where it was not timed.
         measured_exposed_seconds: in how much of one of them only copies to and from the host ran.
     """
@@ -37,14 +36,15 @@ class Chosen:
     solution: Solution | None
     compiled: Compiled
     predicted_bytes: int
+    exposed: Exposed = NOTHING
     measured_seconds: float | None = None
     measured_exposed_seconds: float | None = None
 
     @property
     def cost(self) -> tuple[float, int]:
-        """What is better on paper is smaller; not for the step as written."""
+        """What is better is smaller, as far as nothing was timed; not for the step as written."""
         assert self.solution is not None
-        return self.solution.seconds, self.compiled.memory.total_bytes
+        return self.solution.seconds + self.exposed.more_seconds, self.compiled.memory.total_bytes
 
 
 def plan_of(
@@ -88,7 +88,8 @@ def plan_of(
         why=_AS_WRITTEN if solution is None else solution.why,
         bound_seconds=None if solution is None else solution.bound_seconds,
         measured_seconds=chosen.measured_seconds,
-        exposed_seconds=_exposed(search, block),
+        exposed_seconds=chosen.exposed.predicted_seconds,
+        compiled_exposed_seconds=chosen.exposed.compiled_seconds,
         measured_exposed_seconds=chosen.measured_exposed_seconds,
         rounds=tuple(rounds),
         fingerprint=program.fingerprint,
@@ -113,17 +114,6 @@ def plan_of(
     )
 
 
-def _exposed(search: Search, block: Block) -> float:
-    """Predicted time in which only copies run: what a step takes more than with endless links."""
-    if not has_transfers(block):
-        return 0.0
-    simulator = search.simulator
-    rates = simulator.rates
-    endless = dict.fromkeys(("d2h_bytes_per_second", "h2d_bytes_per_second"), math.inf)
-    free = replace(rates, **endless, duplex_bytes_per_second=0.0)
-    return simulator.step(block).seconds - Simulator(free).step(block).seconds
-
-
 def _kept(solution: Solution | None) -> Iterator[Kept]:
     for turn, names in sorted(solution.keep.items() if solution else ()):
         away = solution.offload.get(turn, frozenset()) if solution else frozenset()
@@ -138,6 +128,11 @@ def _notes(
         yield (
             f"planned for {compiler.target.name}, which is not this machine: compiled with XLA:GPU "
             "here, runs on the local device"
+        )
+    if chosen.exposed.unread:
+        yield (
+            "how long the compiled program waits for copies is not known, as it could not be read: "
+            f"{chosen.exposed.unread}"
         )
     usable = usable_bytes(compiler.target)
     if usable < chosen.compiled.memory.total_bytes <= most_bytes(compiler.target):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from jaxmem.planner.plan import Plan, Streamed
+from jaxmem.planner.decisions import Streamed
+from jaxmem.planner.plan import Plan
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut

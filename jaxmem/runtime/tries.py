@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from jaxmem.planner.decisions import Round
 from jaxmem.planner.fill import Solution
-from jaxmem.planner.plan import Plan, Round
+from jaxmem.planner.plan import Plan
 from jaxmem.program.ir import Block, Hosting, Program
 from jaxmem.runtime.compiler import Attempt, Compiler
+from jaxmem.runtime.exposed import exposed
 from jaxmem.runtime.planned import Chosen, plan_of
 from jaxmem.runtime.progress import Part, Report
 from jaxmem.runtime.stream import Stream
@@ -119,7 +121,9 @@ class Tries:
         if solution.temp_bytes:
             self.scale = compiled.memory.temp_bytes / solution.temp_bytes
         if compiled.memory.total_bytes <= self.budget and not attempt.problem:
-            self.fitting.append(Chosen(solution, compiled, predicted))
+            block = self.compiler.block(solution)
+            waits = exposed(self.compiler.search.simulator, block, compiled)
+            self.fitting.append(Chosen(solution, compiled, predicted, waits))
         return compiled
 
     def note(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxmem.errors import BudgetInfeasibleError, Holder
-from jaxmem.planner.plan import Decision, Plan, Round
+from jaxmem.planner.decisions import Decision, Round
+from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.units import format_budget, format_bytes, format_seconds
 
@@ -192,8 +193,10 @@ def _on_host(plan: Plan) -> str:
         how = f"each way in {s.updates} updates" if s.updates else f"fetched in {s.stages} stages"
         text += f" ({format_bytes(most)} {how})"
     text += f", copies not hidden {format_seconds(plan.exposed_seconds)}"
-    if plan.measured_exposed_seconds is not None:
-        text += f" (measured {format_seconds(plan.measured_exposed_seconds)})"
+    found = {"compiled": plan.compiled_exposed_seconds, "measured": plan.measured_exposed_seconds}
+    told = [f"{how} {format_seconds(s)}" for how, s in found.items() if s is not None]
+    if told:
+        text += f" ({', '.join(told)})"
     return text
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from jaxmem import policies
-from jaxmem.planner.plan import Kept, Plan, Segmented
+from jaxmem.planner.decisions import Kept, Segmented
+from jaxmem.planner.plan import Plan
 from tests.fitted_steps import DEEP_ARGS
 from tests.show.samples import GIB, decision, explained_plan, plan
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.planner.plan import Kept, Plan, Segmented
+from jaxmem.planner.decisions import Kept, Segmented
+from jaxmem.planner.plan import Plan
 from jaxmem.planner.search import Search
 from jaxmem.planner.segments import splittable
 from jaxmem.runtime import describe

@@ -1,8 +1,9 @@
 """Plans and reports made by hand, small enough to check every rendered character."""
 
 from jaxmem.errors import Holder
+from jaxmem.planner.decisions import Decision, Larger, Round
 from jaxmem.planner.frontier import Frontier, Point
-from jaxmem.planner.plan import Decision, Larger, Plan, Round
+from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import Buffer, MemoryReport
 
 MIB, GIB = 2**20, 2**30

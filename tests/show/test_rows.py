@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.errors import BudgetInfeasibleError, Holder
-from jaxmem.planner.plan import Streamed
+from jaxmem.planner.decisions import Streamed
 from jaxmem.show.rows import (
     clean,
     column_of,

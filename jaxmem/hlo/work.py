@@ -1,0 +1,188 @@
+"""What an instruction of a compiled program does: arithmetic, and bytes of device memory.
+
+Enough to tell how long it takes beside others. Products and convolutions are counted from their
+shapes, wherever the compiler put them: as they are, in a fusion, or in a call of cuBLAS or cuDNN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxmem.hlo.module import Computation, Instruction, Module, Shape
+from jaxmem.hlo.wire import fields, number, numbers
+
+# They give names to what is there, or are what waits for something that was started before.
+_NAMES = frozenset(
+    "parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency "
+    "partition-id replica-id domain".split()
+)
+# Of their first operand they read what they return.
+_PARTS = frozenset(["dynamic-slice", "slice", "gather"])
+# They write into their first operand.
+_IN_PLACE = frozenset(["dynamic-update-slice", "scatter"])
+_AGAIN = frozenset(["bitcast", "copy", "convert"])
+# cuDNN's calls, and where the image of a convolution's result and its kernel are in them: -1 is
+# what they return.
+_CONVOLUTIONS = {
+    "__cudnn$convForward": (-1, 1),
+    "__cudnn$convForwardGraph": (-1, 1),
+    "__cudnn$convBiasActivationForward": (-1, 1),
+    "__cudnn$convBackwardInput": (0, 1),
+    "__cudnn$convBackwardFilter": (1, -1),
+}
+# Products of flash attention, forward and backward (Dao 2023, "FlashAttention-2").
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
+class Work(NamedTuple):
+    """What an instruction does.
+
+    Attributes:
+        flops: floating-point operations of products and convolutions, 2 for each multiply-add.
+        nbytes: bytes read from and written to memory.
+        dtype: name of the dtype of the arithmetic; ``""`` where there is none.
+    """
+
+    flops: float
+    nbytes: int
+    dtype: str
+
+
+def work_of(module: Module, instruction: Instruction) -> Work:
+    """The work of an instruction that runs once, without what loops, calls and branches run.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxmem.hlo.module import read_module
+    >>> a = jnp.ones((64, 32))
+    >>> module = read_module(jax.jit(lambda a: a @ a.T).lower(a).compile())
+    >>> sum(work_of(module, module.instructions[i]).flops for i in module.entry.sequence)
+    262144.0
+    """
+    if instruction.opcode in _NAMES:
+        return Work(0.0, 0, "")
+    found = list(_arithmetic(module, instruction))
+    dtype = found[0][1] if found else ""
+    return Work(sum(flops for flops, _ in found), _nbytes(module, instruction), dtype)
+
+
+def _arithmetic(module: Module, one: Instruction) -> Iterator[tuple[float, str]]:
+    """Floating-point operations of everything that an instruction fuses, and their dtypes."""
+    if one.opcode == "fusion":
+        for inner in _inside(module, one):
+            yield from _arithmetic(module, inner)
+    elif flops := _flops(module, one):
+        yield flops, module.instructions[one.operands[0]].shape.dtype
+
+
+def _flops(module: Module, one: Instruction) -> float:
+    if one.opcode == "dot":
+        # xla_data.proto, DotDimensionNumbers: lhs_contracting_dimensions.
+        said = [numbers(v) for n, v in fields(one.raw_dot) if n == 1]
+        return _product(module, one, [d for dims in said for d in dims])
+    if one.opcode == "convolution":
+        return _convolution(module, one, -1, 1)
+    if one.opcode != "custom-call":
+        return 0.0
+    if one.target in _CONVOLUTIONS:
+        return _convolution(module, one, *_CONVOLUTIONS[one.target])
+    if one.target.startswith("__cublas$"):
+        said = _config(one, "gemm_backend_config").get("dot_dimension_numbers", {})
+        return _product(module, one, [int(d) for d in said.get("lhs_contracting_dimensions", ())])
+    return _attention(module, one) if one.target.startswith("__cudnn$fmha") else 0.0
+
+
+def _product(module: Module, one: Instruction, contracted: list[int]) -> float:
+    left = module.instructions[one.operands[0]].shape.dims
+    return 2.0 * math.prod(_result(one).dims) * math.prod(left[d] for d in contracted)
+
+
+def _convolution(module: Module, one: Instruction, image: int, kernel: int) -> float:
+    """Every place of the result is a product with the kernel, whichever way it is computed."""
+    shapes = [
+        _result(one) if at < 0 else module.instructions[one.operands[at]].shape
+        for at in (image, kernel)
+    ]
+    # xla_data.proto, ConvolutionDimensionNumbers: kernel_output_feature_dimension; 0 is left out.
+    features = next((number(v) for n, v in fields(one.raw_convolution) if n == 4), 0)
+    taps = math.prod(shapes[1].dims) / max(1, shapes[1].dims[features])
+    return 2.0 * math.prod(shapes[0].dims) * taps
+
+
+def _attention(module: Module, one: Instruction) -> float:
+    said = _config(one, "cudnn_fmha_backend_config")
+    dims = [int(d) for d in said.get("intermediate_tensor_shape", {}).get("dimensions", ())]
+    if not dims:
+        return 0.0
+    query = math.prod(module.instructions[one.operands[0]].shape.dims)
+    products = _BACKWARD_PRODUCTS if one.target.endswith("Backward") else _FORWARD_PRODUCTS
+    half = 0.5 if str(said.get("mask_type", "")).endswith("CAUSAL") else 1.0
+    return 2.0 * products * query * dims[-1] * half
+
+
+def _config(one: Instruction, name: str) -> dict:
+    try:
+        return json.loads(one.raw_config).get(name, {})
+    except ValueError:
+        return {}
+
+
+def _result(one: Instruction) -> Shape:
+    """What a call returns, without the room that it works in."""
+    return one.shape.parts[0] if one.shape.parts else one.shape
+
+
+def _inside(module: Module, fusion: Instruction) -> list[Instruction]:
+    found: list[Computation] = [module.computations[c] for c in fusion.called]
+    return [module.instructions[i] for computation in found for i in computation.instructions]
+
+
+def _nbytes(module: Module, one: Instruction) -> int:
+    """Bytes that an instruction reads and writes: slices where it has no use for the rest."""
+    if one.opcode != "fusion":
+        read = sum(_read(module, one, at, {}) for at in range(len(one.operands)))
+        return read + _written(module, one)
+    inside = _inside(module, one)
+    readers: dict[int, list[Instruction]] = {}
+    for inner in inside:
+        for operand in dict.fromkeys(inner.operands):
+            readers.setdefault(operand, []).append(inner)
+    parameters = [inner for inner in inside if inner.opcode == "parameter"]
+    read = sum(_read_of(module, inner, readers) for inner in parameters)
+    return read + _written(module, module.root(one.called[0]))
+
+
+def _read_of(module: Module, value: Instruction, readers: dict[int, list[Instruction]]) -> int:
+    """Bytes that are read of a value inside a fusion."""
+    read = 0
+    for reader in readers.get(value.id, ()):
+        for at in (n for n, operand in enumerate(reader.operands) if operand == value.id):
+            read += _read(module, reader, at, readers)
+    return min(read, value.shape.nbytes)
+
+
+def _read(
+    module: Module, reader: Instruction, at: int, readers: dict[int, list[Instruction]]
+) -> int:
+    """Bytes that an instruction reads of its operand of number ``at``."""
+    if at == 0 and reader.opcode in _PARTS:
+        return reader.shape.nbytes
+    if at == 0 and reader.opcode in _IN_PLACE:
+        return 0
+    if readers and reader.opcode in _AGAIN and reader.id in readers:
+        return _read_of(module, reader, readers)
+    return module.instructions[reader.operands[at]].shape.nbytes
+
+
+def _written(module: Module, root: Instruction) -> int:
+    """Bytes that are written of a result."""
+    if root.opcode == "tuple":
+        return sum(_written(module, module.instructions[part]) for part in root.operands)
+    if root.opcode in _AGAIN and module.instructions[root.operands[0]].opcode in _IN_PLACE:
+        root = module.instructions[root.operands[0]]
+    if root.opcode in _IN_PLACE:
+        new = root.operands[-1 if root.opcode == "scatter" else 1]
+        return module.instructions[new].shape.nbytes
+    return root.shape.nbytes

@@ -1,0 +1,117 @@
+"""Arithmetic and bytes of compiled programs are those of the functions they were made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.hlo.module import Module, read_module
+from jaxmem.hlo.schedule import scheduled
+from jaxmem.hlo.work import Work, work_of
+from jaxmem.program.work import arithmetic
+from jaxmem.targets import Target
+from jaxmem.targets.compiling import compile_for
+
+H200 = Target("h200")
+COUNTED = ("dot_general", "conv_general_dilated")
+
+
+def shaped(*dims: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def compiled(function, *args) -> Module:
+    return read_module(compile_for(H200, function, args).executable)
+
+
+def works(module: Module) -> list[tuple[int, Work]]:
+    """How often each instruction runs, and its work."""
+    schedule = scheduled(module)
+    return [(schedule.turns[one.computation], work_of(module, one)) for one in schedule.order]
+
+
+def counted(jaxpr) -> float:
+    """Floating-point operations of products and convolutions, as the function has them."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [p.jaxpr for p in eqn.params.values() if isinstance(p, jax.extend.core.ClosedJaxpr)]
+        total += eqn.params.get("length", 1) * sum(map(counted, inner))
+        if eqn.primitive.name in COUNTED:
+            total += arithmetic(eqn)
+    return total
+
+
+def product(a, b):
+    return a @ b
+
+
+def batched(a, b):
+    return jnp.einsum("bij,bkj->bik", a, b)
+
+
+def layers(x, w):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+
+def convolved(x, k, stride=1, groups=1):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, k, (stride, stride), "SAME", dimension_numbers=dims, feature_group_count=groups
+    )
+
+
+def gradients(function):
+    return jax.grad(lambda x, w: jnp.square(function(x, w)).sum(), argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (product, (shaped(256, 512), shaped(512, 384))),
+        (product, (shaped(256, 512, dtype="bfloat16"), shaped(512, 384, dtype="bfloat16"))),
+        (batched, (shaped(4, 128, 64), shaped(4, 96, 64))),
+        (gradients(product), (shaped(256, 512), shaped(512, 384))),
+        (jax.grad(layers, argnums=1), (shaped(128, 64), shaped(6, 64, 64))),
+        (convolved, (shaped(4, 16, 16, 32), shaped(3, 3, 32, 64))),
+        (gradients(convolved), (shaped(4, 16, 16, 32), shaped(3, 3, 32, 64))),
+        (lambda x, k: convolved(x, k, 2), (shaped(4, 16, 16, 32), shaped(3, 3, 32, 64))),
+        (lambda x, k: convolved(x, k, 1, 4), (shaped(4, 16, 16, 32), shaped(3, 3, 8, 64))),
+    ],
+)
+def test_arithmetic_is_that_of_the_function(function, args):
+    expected = counted(jax.make_jaxpr(function)(*args).jaxpr)
+    found = works(compiled(function, *args))
+    assert expected > 0
+    assert sum(turns * work.flops for turns, work in found) == expected
+    assert {w.dtype for _, w in found if w.flops} == {str(args[0].dtype)}
+
+
+def test_element_wise_work_reads_operands_and_writes_results():
+    found = works(compiled(lambda a, b: jnp.tanh(a) * b + 1, shaped(64, 32), shaped(64, 32)))
+    assert sum(work.nbytes for _, work in found) == 3 * 64 * 32 * 4
+
+
+def test_of_a_slice_only_that_is_read():
+    def step(table, at):
+        return jax.lax.dynamic_slice(table, (at, 0), (4, 32)) * 2
+
+    found = works(compiled(step, shaped(4096, 32), shaped(dtype="int32")))
+    assert 2 * 4 * 32 * 4 <= sum(work.nbytes for _, work in found) < 2 * 4 * 32 * 4 + 64
+
+
+def test_what_is_updated_in_place_is_neither_read_nor_written_whole():
+    def step(table, row, at):
+        return jax.lax.dynamic_update_slice(table, row * 2, (at, 0))
+
+    args = shaped(4096, 32), shaped(4, 32), shaped(dtype="int32")
+    module = read_module(compile_for(H200, step, args, donate=(0,)).executable)
+    assert sum(work.nbytes for _, work in works(module)) < 4 * 4 * 32 * 4
+
+
+def test_names_of_what_is_there_take_nothing():
+    module = compiled(lambda a: (a + 1, a), shaped(64, 32))
+    names = ("parameter", "tuple", "get-tuple-element", "bitcast")
+    found = [i for i in module.instructions.values() if i.opcode in names]
+    assert found
+    assert {work_of(module, one) for one in found} == {Work(0.0, 0, "")}
