@@ -120,11 +120,11 @@ class TransferLevel(Level):
         Where updates run early, a hosted input that nothing read since the turn before it is still
         there, or is on the way to what reads it later.
         """
-        made, readers, hosted = self.facts.made, self.facts.readers, self.moved.hosted
+        readers, hosted = self.facts.readers, self.moved.hosted
         if self.moved.updates:
             hosted = {v for v in hosted if any(before <= n < turn for n in readers.get(v, ()))}
         moved = self.moved.across.get(turn, frozenset()).union(hosted)
-        return sorted(moved, key=lambda v: (made.get(v, -1), str(v.key)))
+        return self._in_order(moved)
 
     def _absent(self, values: Iterable[Value]) -> None:
         for known in (self.away, self.gone, self.dropped, self.touched):
@@ -146,7 +146,7 @@ class TransferLevel(Level):
     def _leaving(self) -> list[Value]:
         """What is sent and fetched or returned, in the order in which it is made."""
         came_back = {v for v, _ in self.fetched}
-        return sorted((self.leaves & came_back) | self.home, key=self._position)
+        return self._in_order((self.leaves & came_back) | self.home)
 
     def _result(self, number: int, atom: Atom) -> Atom:
         if not isinstance(atom, Value):
@@ -163,7 +163,7 @@ class TransferLevel(Level):
 
     def _early(self, first_turn: int) -> None:
         """What comes before the first turn, with its transfers."""
-        for value in self.inputs & self.leaves:
+        for value in self._in_order(self.inputs & self.leaves):
             self._send(value, self.ops[0])
         for index in range(first_turn):
             self._emit_late(index, self.ops[index])
@@ -349,6 +349,10 @@ class TransferLevel(Level):
             tuple(self.fetched),
             tuple(self.bounds),
         )
+
+    def _in_order(self, values: Iterable[Value]) -> list[Value]:
+        """In program order: that of a set is another one in every process."""
+        return sorted(values, key=lambda v: (self._position(v), str(v.key)))
 
     def _position(self, value: Value) -> int:
         return self.facts.made.get(value, -1)

@@ -229,3 +229,24 @@ def test_a_cpu_has_no_other_memory_to_use():
 def test_transfers_need_the_rates_of_their_links():
     with pytest.raises(jaxmem.JaxmemError, match="no host link"):
         scheduler(chain(), RATES).schedule({}, {("", 3): frozenset("a")})
+
+
+def test_what_is_made_at_once_is_sent_in_the_same_order_every_time():
+    """A set has another order in every process, and over a mesh all must run the same program."""
+    for _ in range(5):
+        x, last, *made = (
+            Value(jax.ShapeDtypeStruct((4,), jnp.float32), key) for key in ("x", "y", *"abcdef")
+        )
+        ops = [Op(OPAQUE, [x], made), Op(OPAQUE, [x], [last])]
+        line = Line(Block("", (x,), (*ops, *_read(made)), (last,)), 2, ())
+        names = frozenset(str(v.key) for v in made)
+        written = scheduler(line).schedule({("", 2): names}, {("", 2): names})
+        sent = [op.values[0].key for op in written.ops if op.transfer == "send"]
+        (landed,) = [op for op in written.ops if op.barrier and len(op.values) > len(made)]
+        assert sent == [v.key for v in made]
+        assert [v.key for v in landed.values if v.host] == [f"{key}.host" for key in sent]
+
+
+def _read(values: list[Value]) -> list[Op]:
+    results = [Value(v.aval, f"{v.key} read") for v in values]
+    return [Op(OPAQUE, [v], [result]) for v, result in zip(values, results, strict=True)]
