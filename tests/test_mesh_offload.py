@@ -124,6 +124,7 @@ def roomy(monkeypatch):
     monkeypatch.setattr(compiler, "within_room", within_room)
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:step. every device computes the whole batch")
 @pytest.mark.parametrize(
     ("share", "settings", "overlaps"),
@@ -179,6 +180,7 @@ def hungry(monkeypatch):
     monkeypatch.setattr(compiler.Compiler, "options_of", lambda self, compiled: {})
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("hungry")
 def test_more_than_an_error_names_is_enough_however_much_overlaps_take():
     with pytest.raises(jaxmem.BudgetInfeasibleError) as infeasible:
@@ -190,6 +192,7 @@ def test_more_than_an_error_names_is_enough_however_much_overlaps_take():
         assert len(plan.rounds) <= MOST_COMPILES
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("hungry")
 def test_a_frontier_is_compiled_as_a_budget_would_have_it():
     """What takes more than was predicted because of overlaps is compiled without them, too."""

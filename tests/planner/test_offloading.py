@@ -127,6 +127,7 @@ def fitted():
     return planned
 
 
+@pytest.mark.wide
 def test_casts_of_weights_are_made_again_and_layers_moved(fitted):
     everything = fitted().compiled_bytes
     plan = fitted(budget=int(0.8 * everything), host_budget="8GiB")

@@ -262,6 +262,7 @@ def test_what_is_beside_a_scan_is_updated_after_it(gaining):
     same(mine, theirs, rtol=1e-2)
 
 
+@pytest.mark.wide
 def test_a_budget_that_gradients_alone_would_exceed():
     """Of 24 layers no stack of gradients is ever whole, whatever is quicker on paper."""
     step, state = step_of(plain, ADAM), states_of(ADAM, 24)

@@ -68,6 +68,20 @@ def test_the_plan_says_what_is_on_the_host(planned: jaxmem.Plan):
     assert jaxmem.Plan.from_json(planned.to_json()) == planned
 
 
+def test_the_compiled_program_says_what_it_waits_for(planned: jaxmem.Plan):
+    plan = followed(planned).plan(*arguments())
+    target = jaxmem.Target("h200")
+    # All of it is far shorter than one copy.
+    copied = 6 * WIDTH * WIDTH * 4 / min(target.d2h_bytes_per_second, target.h2d_bytes_per_second)
+    assert plan.compiled_exposed_seconds is not None
+    assert copied <= plan.compiled_exposed_seconds
+    waits = "the compiled program waits"
+    assert waits in " ".join(plan.explain().sentences)
+    plain = jaxmem.plan(step, *arguments(), budget="20MiB", target="h200", progress=False)
+    assert plain.compiled_exposed_seconds is None
+    assert waits not in " ".join(plain.explain().sentences)
+
+
 def test_placed_state_goes_round_without_planning_again(planned: jaxmem.Plan):
     fitted = followed(planned)
     expected, value = jax.jit(step)(*arguments())
@@ -192,6 +206,7 @@ def test_the_host_takes_no_more_compiles_than_a_plan_may(budget, host, compiles)
     assert len(compiles) <= MOST_COMPILES
 
 
+@pytest.mark.wide
 def test_moments_leave_before_parameters(smallest_bytes: int):
     with pytest.raises(jaxmem.BudgetInfeasibleError) as caught:
         plan_large("80MiB", host_budget=0)

@@ -116,6 +116,7 @@ def test_every_generation_compiles(model):
     assert 256 * 256 * 2 < memory.temp_bytes < 2**23  # a product, and a GEMM's workspace
 
 
+@pytest.mark.wide
 def test_xlas_own_rematerialisation_is_off_unless_asked_for():
     """A step that needs more than the small A100 compiles to what it takes on the large one."""
     length, layers = 8192, 9
