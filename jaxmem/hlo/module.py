@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmem.hlo.wire import bytes_of, fields, number, numbers, text
+from jaxmem.hlo.wire import WireError, bytes_of, fields, number, numbers, text
+
+# What reading a program may raise that another jaxlib made; lookups fail where a field that was
+# always there is not.
+UNREADABLE = (WireError, LookupError, jax.errors.JaxRuntimeError, NotImplementedError)
 
 # xla_data.proto, PrimitiveType: what JAX has a dtype for.
 _DTYPES = {

@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmem.hlo.module import Computation, Instruction, Module, Shape
-from jaxmem.hlo.wire import fields, number, numbers
+from jaxmem.hlo.wire import WireError, fields, number, numbers
 
-# They give names to what is there, or are what waits for something that was started before.
+# They give names to what is there.
 _NAMES = frozenset(
     "parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency "
     "partition-id replica-id domain".split()
 )
+_ROOM = "AllocateBuffer"  # A call that gives a name to memory and leaves in it what is there.
 # Of their first operand they read what they return.
 _PARTS = frozenset(["dynamic-slice", "slice", "gather"])
 # They write into their first operand.
 _IN_PLACE = frozenset(["dynamic-update-slice", "scatter"])
 _AGAIN = frozenset(["bitcast", "copy", "convert"])
+# cuBLAS's calls of one product.
+_PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
 # cuDNN's calls, and where the image of a convolution's result and its kernel are in them: -1 is
 # what they return.
 _CONVOLUTIONS = {
@@ -51,8 +54,18 @@ class Work(NamedTuple):
     dtype: str
 
 
+def is_name(instruction: Instruction) -> bool:
+    """Whether an instruction does nothing: it only gives a name to what is there."""
+    return instruction.opcode in _NAMES or instruction.target == _ROOM
+
+
 def work_of(module: Module, instruction: Instruction) -> Work:
     """The work of an instruction that runs once, without what loops, calls and branches run.
+
+    Calls that are not known count by their bytes.
+
+    Raises:
+        WireError: a call of cuBLAS or cuDNN does not say what it does.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxmem.hlo.module import read_module
@@ -61,7 +74,7 @@ def work_of(module: Module, instruction: Instruction) -> Work:
     >>> sum(work_of(module, module.instructions[i]).flops for i in module.entry.sequence)
     262144.0
     """
-    if instruction.opcode in _NAMES:
+    if is_name(instruction):
         return Work(0.0, 0, "")
     found = list(_arithmetic(module, instruction))
     dtype = found[0][1] if found else ""
@@ -88,9 +101,9 @@ def _flops(module: Module, one: Instruction) -> float:
         return 0.0
     if one.target in _CONVOLUTIONS:
         return _convolution(module, one, *_CONVOLUTIONS[one.target])
-    if one.target.startswith("__cublas$"):
-        said = _config(one, "gemm_backend_config").get("dot_dimension_numbers", {})
-        return _product(module, one, [int(d) for d in said.get("lhs_contracting_dimensions", ())])
+    if one.target.startswith(_PRODUCTS):
+        said = _config(one, "gemm_backend_config", "dot_dimension_numbers")
+        return _product(module, one, [int(d) for d in said["lhs_contracting_dimensions"]])
     return _attention(module, one) if one.target.startswith("__cudnn$fmha") else 0.0
 
 
@@ -113,20 +126,22 @@ def _convolution(module: Module, one: Instruction, image: int, kernel: int) -> f
 
 def _attention(module: Module, one: Instruction) -> float:
     said = _config(one, "cudnn_fmha_backend_config")
-    dims = [int(d) for d in said.get("intermediate_tensor_shape", {}).get("dimensions", ())]
-    if not dims:
-        return 0.0
+    keys = int(said["intermediate_tensor_shape"]["dimensions"][-1])
     query = math.prod(module.instructions[one.operands[0]].shape.dims)
     products = _BACKWARD_PRODUCTS if one.target.endswith("Backward") else _FORWARD_PRODUCTS
     half = 0.5 if str(said.get("mask_type", "")).endswith("CAUSAL") else 1.0
-    return 2.0 * products * query * dims[-1] * half
+    return 2.0 * products * query * keys * half
 
 
-def _config(one: Instruction, name: str) -> dict:
+def _config(one: Instruction, *names: str) -> dict[str, Any]:
+    """What the compiler says of a call."""
     try:
-        return json.loads(one.raw_config).get(name, {})
-    except ValueError:
-        return {}
+        found = json.loads(one.raw_config)
+        for name in names:
+            found = found[name]
+    except (ValueError, LookupError, TypeError) as error:
+        raise WireError(f"{one.name} ({one.target}) has no {' / '.join(names)}") from error
+    return found
 
 
 def _result(one: Instruction) -> Shape:

@@ -175,6 +175,9 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
     for name, label in labels.items():
         a, b = (getattr(p, f"{name}_seconds") for p in (plan, other))
         yield from _figure(label, a, b, format_seconds(a), format_seconds(b))
+    a, b = (p.compiled_exposed_seconds for p in (plan, other))
+    told = ("not known" if seconds is None else format_seconds(seconds) for seconds in (a, b))
+    yield from _figure("copies not hidden, compiled", a, b, *told)
     for name, a, b in figures:
         yield from _figure(name, a, b, a, b)
     if not moved and plan.kept != other.kept:

@@ -60,13 +60,6 @@ class Links:
             self.ended[self._last[other]] = self.free[other]
         self.ended[result], self._last[way] = self.free[way], result
 
-    def later(self, seconds: float) -> None:
-        """Have everything that was asked for go on so much later."""
-        for way in self.free:
-            self.free[way] += seconds
-            self._busy_since[way] += seconds
-        self.ended = {result: end + seconds for result, end in self.ended.items()}
-
     def _share(self, way: Transfer) -> float:
         """What a way keeps of its rate while the other is busy."""
         both = self.rates.duplex_bytes_per_second

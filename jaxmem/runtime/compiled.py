@@ -12,11 +12,10 @@ import jax
 from jaxmem.errors import ReportError
 from jaxmem.hlo.assignment import Allocation, Slice, parse_assignment
 from jaxmem.hlo.lifetimes import Life, live_bytes, lives
-from jaxmem.hlo.module import HOST_SPACE, Frame, read_module
+from jaxmem.hlo.module import HOST_SPACE, UNREADABLE, Frame, read_module
 from jaxmem.hlo.origins import Made, Origins
 from jaxmem.hlo.schedule import Place, Schedule, places, scheduled
 from jaxmem.hlo.serialized import buffer_assignment, unreadable
-from jaxmem.hlo.wire import WireError
 from jaxmem.planner.report import Buffer, MemoryReport
 from jaxmem.program.source import file_name, module_path
 from jaxmem.runtime.fusing import fusion_report
@@ -66,8 +65,7 @@ def compiled_report(
     try:
         allocations = parse_assignment(buffer_assignment(executable))
         schedule = scheduled(read_module(executable))
-    except (WireError, LookupError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        # Lookups fail where a field that was always there is not.
+    except UNREADABLE as error:
         raise ReportError(f"{unreadable()}: {type(error).__name__}: {error}") from error
     reading = _Reading(schedule, Origins(schedule), known)
     memory = read_memory(executable)

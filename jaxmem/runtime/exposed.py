@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import jax
-
-from jaxmem.hlo.module import read_module
-from jaxmem.hlo.wire import WireError
+from jaxmem.hlo.module import UNREADABLE, read_module
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, has_transfers
 from jaxmem.runtime.played import played
@@ -33,9 +30,15 @@ class Exposed:
     @property
     def more_seconds(self) -> float:
         """What a step takes more than on paper because of the compiler's order."""
-        return (
-            0.0 if self.compiled_seconds is None else self.compiled_seconds - self.predicted_seconds
-        )
+        if self.compiled_seconds is None:
+            return 0.0
+        return self.compiled_seconds - self.predicted_seconds
+
+    def notes(self) -> tuple[str, ...]:
+        """What the user of a plan should know."""
+        if not self.unread:
+            return ()
+        return (f"how long the compiled program waits for copies is not known: {self.unread}",)
 
 
 NOTHING = Exposed()
@@ -59,7 +62,7 @@ def exposed(simulator: Simulator, block: Block, compiled: Compiled) -> Exposed:
     try:
         module = read_module(compiled.executable)
         waited = played(module, rates, computing).exposed_seconds
-    except (WireError, LookupError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        # Lookups fail where a field that was always there is not.
+    except UNREADABLE as error:
+        # The program is as good without; the plan's notes say that this is not known of it.
         return Exposed(on_paper, None, f"{type(error).__name__}: {error}")
     return Exposed(on_paper, waited)

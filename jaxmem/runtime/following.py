@@ -51,6 +51,7 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
         compiled_bytes=total,
         compiled_exposed_seconds=exposed.compiled_seconds,
         rounds=tuple(tries.rounds),
+        notes=tuple(dict.fromkeys([*plan.notes, *exposed.notes()])),
         larger=plan.larger if budget_bytes == plan.budget_bytes else None,
     )
     return Outcome(same, compiler.block(solution), compiled, compiler.hosting(solution))

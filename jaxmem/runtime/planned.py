@@ -129,11 +129,7 @@ def _notes(
             f"planned for {compiler.target.name}, which is not this machine: compiled with XLA:GPU "
             "here, runs on the local device"
         )
-    if chosen.exposed.unread:
-        yield (
-            "how long the compiled program waits for copies is not known, as it could not be read: "
-            f"{chosen.exposed.unread}"
-        )
+    yield from chosen.exposed.notes()
     usable = usable_bytes(compiler.target)
     if usable < chosen.compiled.memory.total_bytes <= most_bytes(compiler.target):
         yield (

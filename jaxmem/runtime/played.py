@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxmem.hlo.module import HOST_SPACE, Computation, Instruction, Module, Shape
 from jaxmem.hlo.schedule import body_of
-from jaxmem.hlo.work import work_of
+from jaxmem.hlo.work import is_name, work_of
 from jaxmem.planner.links import Links
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Transfer
@@ -92,6 +92,8 @@ class _Player:
 
     def _step(self, one: Instruction) -> None:
         opcode = one.opcode
+        if is_name(one):
+            return
         if opcode == "while":
             self._loop(one)
         elif opcode == "call":
@@ -158,20 +160,17 @@ class _Player:
 
     def _way(self, one: Instruction) -> Transfer | None:
         """Which way an instruction copies between host and device; ``None`` for all others."""
-        if one.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"):
-            return None
         read = [self.module.instructions[o].shape for o in one.operands]
         there = any(shape.space == HOST_SPACE for shape in read)
         made = _last(one.shape) if one.opcode != "copy-start" else one.shape.parts[0]
         if made.space == HOST_SPACE:
-            return "send" if one.operands else None
+            return "send"
         return "fetch" if there else None
 
     def _copy(self, one: Instruction, way: Transfer, inner: Instruction) -> None:
-        nbytes = self._copied(way, inner)
-        self.links.copy(way, one.id, nbytes, self.now)
+        self.links.copy(way, one.id, self._copied(inner), self.now)
 
-    def _copied(self, way: Transfer, inner: Instruction) -> int:
+    def _copied(self, inner: Instruction) -> int:
         """Bytes that pass the link."""
         if inner.opcode == "copy-start":
             return inner.shape.parts[0].nbytes
@@ -194,16 +193,12 @@ class _Player:
         for _ in range(min(loop.turns, _MOST_TURNS)):
             before = self.now, self.waited, self.computing
             self.run(body)
+        # What a turn starts it waits for, so none of its copies is under way behind the last one;
+        # what was asked for before the loop goes on meanwhile.
         more = max(0, loop.turns - _MOST_TURNS)
-        if not more:
-            return
-        took = self.now - before[0]
-        self.now += more * took
+        self.now += more * (self.now - before[0])
         self.waited += more * (self.waited - before[1])
         self.computing += more * (self.computing - before[2])
-        self.exchanged += more * took
-        self.ends = {ident: end + more * took for ident, end in self.ends.items()}
-        self.links.later(more * took)
 
 
 def _last(shape: Shape) -> Shape:

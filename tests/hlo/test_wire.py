@@ -8,24 +8,9 @@ from hypothesis import strategies as st
 
 from jaxmem.hlo.serialized import unsnapped
 from jaxmem.hlo.wire import WireError, bytes_of, fields, number, numbers, varint
-
-
-def written(value: int) -> bytes:
-    """A number as the wire format has it."""
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
+from tests.messages import field_bytes, written
 
 Field = st.tuples(st.integers(1, 2**20), st.one_of(st.integers(0, 2**64 - 1), st.binary()))
-
-
-def field_bytes(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return written(number << 3) + written(value)
-    return written(number << 3 | 2) + written(len(value)) + value
 
 
 @given(st.lists(Field))

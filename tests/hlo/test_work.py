@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.hlo.module import Module, read_module
+from jaxmem.hlo.module import Computation, Instruction, Module, read_module
 from jaxmem.hlo.schedule import scheduled
+from jaxmem.hlo.wire import WireError
 from jaxmem.hlo.work import Work, work_of
 from jaxmem.program.work import arithmetic
 from jaxmem.targets import Target
 from jaxmem.targets.compiling import compile_for
+from tests.messages import field_bytes
 
 H200 = Target("h200")
 COUNTED = ("dot_general", "conv_general_dilated")
@@ -115,3 +117,66 @@ def test_names_of_what_is_there_take_nothing():
     found = [i for i in module.instructions.values() if i.opcode in names]
     assert found
     assert {work_of(module, one) for one in found} == {Work(0.0, 0, "")}
+
+
+def called(target: str, config: str, *dims: tuple[int, ...]) -> tuple[Module, Instruction]:
+    """A call of a library with operands and a result of these dimensions, the result last."""
+    shapes = [
+        field_bytes(2, 16) + b"".join(field_bytes(3, size) for size in shape) for shape in dims
+    ]
+    made = [
+        Instruction(n, f"i{n}", "parameter", [], [], 0, n, "", "", 1, shape, b"", b"")
+        for n, shape in enumerate(shapes[:-1])
+    ]
+    operands = [one.id for one in made]
+    call = Instruction(
+        9,
+        "call",
+        "custom-call",
+        operands,
+        [],
+        0,
+        0,
+        "",
+        target,
+        1,
+        shapes[-1],
+        b"",
+        config.encode(),
+    )
+    instructions = {one.id: one for one in [*made, call]}
+    main = Computation(1, "main", list(instructions), 9, list(instructions))
+    return Module("m", main, {1: main}, instructions), call
+
+
+CONTRACTED = (
+    '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}'
+)
+SCORES = (
+    '{"cudnn_fmha_backend_config":{"mask_type":"%s",'
+    '"intermediate_tensor_shape":{"dimensions":["2","8","64","128"]}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "dims", "flops"),
+    [
+        ("__cublas$gemm", CONTRACTED, ((2, 8, 16), (2, 16, 4), (2, 8, 4)), 2 * 2 * 8 * 16 * 4),
+        ("__cublas$lt$matmul", CONTRACTED, ((2, 8, 16), (2, 16, 4), (2, 8, 4)), 2 * 2 * 8 * 16 * 4),
+        ("__cudnn$fmhaSoftmax", SCORES % "NO_MASK", ((2, 8, 64, 32),) * 2, 4 * 16 * 64 * 32 * 128),
+        ("__cudnn$fmhaSoftmax", SCORES % "CAUSAL", ((2, 8, 64, 32),) * 2, 2 * 16 * 64 * 32 * 128),
+        (
+            *("__cudnn$fmhaSoftmaxBackward", SCORES % "NO_MASK"),
+            *(((2, 8, 64, 32),) * 2, 10 * 16 * 64 * 32 * 128),
+        ),
+        ("a_kernel_of_mine", "not JSON", ((8, 4), (8, 4)), 0),
+    ],
+)
+def test_calls_of_libraries(target: str, config: str, dims, flops: int):
+    assert work_of(*called(target, config, *dims)).flops == flops
+
+
+@pytest.mark.parametrize("config", ["", "not JSON", "[]", "{}", '{"gemm_backend_config": null}'])
+def test_a_call_that_does_not_say_what_it_does_is_named(config: str):
+    with pytest.raises(WireError, match=r"call \(__cublas\$gemm\) has no gemm_backend_config"):
+        work_of(*called("__cublas$gemm", config, (8, 4), (4, 8), (8, 8)))

@@ -37,6 +37,10 @@ def test_how_it_was_found_is_no_difference():
         ({"host_bytes": GIB}, ("host", "0B", "1.0GiB")),
         ({"predicted_seconds": 0.2}, ("step", "106ms", "200ms")),
         ({"keep_all_seconds": 0.2}, ("step as written", "100ms", "200ms")),
+        (
+            {"compiled_exposed_seconds": 0.2},
+            ("copies not hidden, compiled", "not known", "200ms"),
+        ),
         ({"microbatches": 2}, ("microbatches", "1", "2")),
         ({"hosted": ("a", "b")}, ("arguments in host memory", "none", "a, b")),
         ({"options": (("x", "y"),)}, ("compiler options", "none", "x=y")),

@@ -12,7 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import policies
+from jaxmem.hlo.wire import WireError
 from jaxmem.planner import lines
+from jaxmem.runtime import exposed
 from jaxmem.runtime.tries import MOST_COMPILES
 from tests.problems import assert_same
 
@@ -80,6 +82,17 @@ def test_the_compiled_program_says_what_it_waits_for(planned: jaxmem.Plan):
     plain = jaxmem.plan(step, *arguments(), budget="20MiB", target="h200", progress=False)
     assert plain.compiled_exposed_seconds is None
     assert waits not in " ".join(plain.explain().sentences)
+
+
+def test_a_compiled_program_that_cannot_be_read_is_said(planned: jaxmem.Plan, monkeypatch):
+    def unreadable(executable):
+        raise WireError("of another jaxlib")
+
+    monkeypatch.setattr(exposed, "read_module", unreadable)
+    plan = followed(planned).plan(*arguments())
+    assert plan.compiled_exposed_seconds is None
+    said = "how long the compiled program waits for copies is not known: WireError: of another"
+    assert any(note.startswith(said) for note in plan.notes)
 
 
 def test_placed_state_goes_round_without_planning_again(planned: jaxmem.Plan):

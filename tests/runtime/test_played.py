@@ -15,34 +15,21 @@ from jaxmem.errors import TargetError
 from jaxmem.hlo.module import HOST_SPACE, Computation, Instruction, Module, read_module
 from jaxmem.program.cost import Rates
 from jaxmem.runtime.played import Played, played
+from tests.messages import field_bytes
 
-# A kernel reads and writes 4 bytes for each number it makes here; a copy takes 4 bytes a second.
+# A kernel that writes 8 bytes takes a second, and a copy of 4.
 RATES = Rates({"float32": 1.0}, 8.0, 4.0, 4.0)
 FLOAT32, TUPLE, BODY = 11, 13, 2
 
 
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def field(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
 def array(count: int, space: int = 0) -> bytes:
     """An xla.ShapeProto of numbers."""
-    layout = field(5, field(8, space)) if space else b""
-    return field(2, FLOAT32) + field(3, count) + layout
+    layout = field_bytes(5, field_bytes(8, space)) if space else b""
+    return field_bytes(2, FLOAT32) + field_bytes(3, count) + layout
 
 
 def pair(*parts: bytes) -> bytes:
-    return field(2, TUPLE) + b"".join(field(4, part) for part in parts)
+    return field_bytes(2, TUPLE) + b"".join(field_bytes(4, part) for part in parts)
 
 
 class Written:
@@ -53,10 +40,12 @@ class Written:
         self.computations: dict[int, Computation] = {}
         self.sequence: list[int] = []
 
-    def add(self, opcode: str, shape: bytes, *operands: int, called=(), config=b"") -> int:
+    def add(
+        self, opcode: str, shape: bytes, *operands: int, called=(), config=b"", target=""
+    ) -> int:
         ident = len(self.instructions) + 1
         self.instructions[ident] = Instruction(
-            ident, f"{opcode}.{ident}", opcode, list(operands), list(called), 0, 0, "", "", 1,
+            ident, f"{opcode}.{ident}", opcode, list(operands), list(called), 0, 0, "", target, 1,
             shape, b"", config,
         )  # fmt: skip
         self.sequence.append(ident)
@@ -65,9 +54,9 @@ class Written:
     def argument(self, count: int, space: int = 0) -> int:
         return self.add("parameter", array(count, space))
 
-    def kernel(self, count: int, *operands: int) -> int:
-        """Takes a second for each number, whatever it reads."""
-        return self.add("iota", array(2 * count), *operands[:0])
+    def kernel(self, count: int) -> int:
+        """Takes a second for each number."""
+        return self.add("iota", array(2 * count))
 
     def start(self, count: int, source: int, space: int = 0) -> int:
         """A copy, of a second for each number, that is asked for."""
@@ -142,6 +131,23 @@ def test_a_loop_is_its_turns_one_after_the_other(turns: int, copied: int, comput
     assert found.seconds == pytest.approx(expected.seconds)
     assert found.exposed_seconds == pytest.approx(expected.exposed_seconds)
     assert expected.exposed_seconds == pytest.approx(turns * max(0, copied - computed))
+
+
+@pytest.mark.parametrize("turns", [1, 100])
+def test_a_copy_goes_on_beside_a_loop(turns: int):
+    program = Written()
+    start = program.start(150, program.argument(150, HOST_SPACE))
+    program.loop(turns, [program.kernel(1)])
+    program.done(150, start)
+    assert played(program.module(), RATES) == Played(150.0, 150.0 - turns)
+
+
+def test_room_for_what_is_on_the_host_takes_no_time():
+    program = Written()
+    room = program.add("custom-call", array(50, HOST_SPACE), target="AllocateBuffer")
+    program.add("add-dependency", array(50, HOST_SPACE), room, program.argument(1))
+    program.kernel(2)
+    assert played(program.module(), RATES) == Played(2.0, 0.0)
 
 
 def test_kernels_take_their_share_of_what_all_take():

@@ -160,6 +160,13 @@ def test_host_bytes_are_named_only_when_there_are_some():
     assert "host" not in plan_rows(plan()).makeup
     shown = plan_rows(plan(host_bytes=GIB, exposed_seconds=0.25)).makeup
     assert shown.endswith("donated arguments), host 1.0GiB, copies not hidden 250ms")
+    found = plan(
+        host_bytes=GIB,
+        exposed_seconds=0.25,
+        compiled_exposed_seconds=0.5,
+        measured_exposed_seconds=0.75,
+    )
+    assert plan_rows(found).makeup.endswith("hidden 250ms (compiled 500ms, measured 750ms)")
     streamed = Streamed(3, 20, 2, 2 * GIB, GIB, GIB // 4)
     shown = plan_rows(plan(host_bytes=GIB, streamed=streamed)).makeup
     assert "host 1.0GiB (2.0GiB each way in 20 updates), copies not hidden" in shown
