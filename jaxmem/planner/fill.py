@@ -32,6 +32,8 @@ class Solution:
         settle: whether more element-wise results are written out early, for XLA to follow closer.
         updates_last: whether leaves in host memory are updated after all else, and not as soon as
             their gradients are there.
+        slack_seconds: what every copy of the outermost line is given, at least, between when its
+            value is made and when it is needed.
         why: why that solver, and how it ended, in words.
         bound_seconds: within the bytes that the search was given no program is faster on paper
             that makes values again at one turn; ``None`` where that is not known.
@@ -47,6 +49,7 @@ class Solution:
     host_bytes: int = 0
     settle: bool = False
     updates_last: bool = False
+    slack_seconds: float = 0.0
     why: str = ""
     bound_seconds: float | None = None
 
@@ -56,7 +59,9 @@ class Solution:
         away = [("offload", turn, names) for turn, names in self.offload.items()]
         hosted = [("hosted", position) for position in self.hosted]
         how = ["settle"] * self.settle + ["updates last"] * (self.updates_last and bool(hosted))
-        return frozenset([*self.keep.items(), *self.segments.items(), *away, *hosted, *how])
+        slack = [("slack", self.slack_seconds)] * (self.slack_seconds > 0)
+        decided = *self.keep.items(), *self.segments.items(), *away, *hosted
+        return frozenset([*decided, *how, *slack])
 
     @property
     def cost(self) -> tuple[float, int]:

@@ -63,6 +63,7 @@ class _Wanted:
     segments: Segments
     settle: bool = False
     updates_last: bool = False
+    slack_seconds: float = 0.0
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
@@ -73,7 +74,11 @@ class _Wanted:
             hosted = [(self.hosting, self.updates_last)]
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
         decided = frozenset([*found, *away, *hosted, *pairs])
-        return decided | {"settle"} if decided and self.settle else decided
+        if not decided:
+            return decided
+        how = ["settle"] * self.settle
+        slack = [("slack", self.slack_seconds)] * (self.slack_seconds > 0 and path == outermost)
+        return decided.union(how, slack)
 
     def turns(self, path: str) -> Turns:
         """The turns of one block; where only offload names one, everything is kept."""
@@ -115,6 +120,7 @@ class Scheduler:
         segments: Segments = _WHOLE,
         settle: bool = False,
         updates_last: bool = False,
+        slack_seconds: float = 0.0,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -128,6 +134,8 @@ class Scheduler:
             settle: write out more element-wise results early: slower, and XLA then keeps closer
                 to the schedule's bytes.
             updates_last: update what is in host memory after all else, and not when it is ready.
+            slack_seconds: give every copy of the outermost line so long, where there is as much
+                between when its value is made and when it is needed.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -141,7 +149,7 @@ class Scheduler:
         refused = refusal(self.nest, segments)
         if refused:
             raise ValueError(refused)
-        wanted = _Wanted(keep, offload, hosting, segments, settle, updates_last)
+        wanted = _Wanted(keep, offload, hosting, segments, settle, updates_last, slack_seconds)
         return self._block(self.nest, wanted)
 
     def _check(self, offload: Keep) -> None:
@@ -230,10 +238,11 @@ class Scheduler:
                 facts, turns, barriers=barriers, host=self.host, settle=wanted.settle
             ).run()
         moved = moved_of(facts, turns, away, hosting, [made for _, made in updates])
-        return self._transfers(facts, turns, moved, barriers=barriers)
+        slack = wanted.slack_seconds if nest is self.nest else 0.0
+        return self._transfers(facts, turns, moved, slack, barriers=barriers)
 
     def _transfers(
-        self, facts: Facts, turns: Turns, moved: Moved, *, barriers: bool
+        self, facts: Facts, turns: Turns, moved: Moved, slack: float, *, barriers: bool
     ) -> tuple[Block, int]:
         """Written out twice: when what runs, and so when to move what, is known after the first."""
         first = TransferLevel(facts, turns, moved, Windows(), barriers=barriers)
@@ -244,7 +253,7 @@ class Scheduler:
         windows = copies.at_once()
         if self.simulator is not None:
             seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
-            windows = copies.well_placed(seconds, self.simulator.rates)
+            windows = copies.well_placed(seconds, self.simulator.rates, slack)
         return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
 
     def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:

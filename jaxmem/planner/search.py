@@ -262,6 +262,7 @@ class Search:
             segments=solution.segments,
             settle=solution.settle,
             updates_last=solution.updates_last,
+            slack_seconds=solution.slack_seconds,
         )
 
     def bases(self) -> list[Solution]:

@@ -57,7 +57,9 @@ class Copies:
             made[place] = (*made.get(place, ()), value)
         return Windows(land=made)
 
-    def well_placed(self, seconds: Sequence[float], rates: Rates) -> Windows:
+    def well_placed(
+        self, seconds: Sequence[float], rates: Rates, slack_seconds: float = 0.0
+    ) -> Windows:
         """When each transfer should run, judged by how long what was written out takes.
 
         Copies to the host follow each other in program order, each from when its value is made;
@@ -69,10 +71,14 @@ class Copies:
         Args:
             seconds: of each operation that was written out.
             rates: of the links.
+            slack_seconds: each may take so long, from when its value is made or until it is needed.
         """
         clock = list(itertools.accumulate(seconds, initial=0.0))
         after = [clock[bound] for bound in self.bounds]
-        return Windows(self._landings(after, rates), self._arrivals([0.0, *after], rates))
+        return Windows(
+            self._landings(after, rates, slack_seconds),
+            self._arrivals([0.0, *after], rates, slack_seconds),
+        )
 
     def _position(self, value: Value) -> int:
         return self.facts.made.get(value, -1)
@@ -91,23 +97,28 @@ class Copies:
         """
         return self.facts.kernel_end[index]
 
-    def _landings(self, after: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
+    def _landings(
+        self, after: Sequence[float], rates: Rates, slack: float
+    ) -> dict[int, tuple[Value, ...]]:
         free, land = 0.0, {}
         leaving = self.leaving
         room = _room(leaving)
         for number, value in enumerate(leaving):
             index = self._position(value)
-            free = max(after[index] if index >= 0 else 0.0, free)
-            free += rates.link_seconds("send", value.nbytes)
+            made = after[index] if index >= 0 else 0.0
+            free = max(made, free) + rates.link_seconds("send", value.nbytes)
+            landed = max(made + slack, free)
             turns = [turn - 1 for turn, moved in self.across.items() if value in moved]
             behind = leaving[number + _together(leaving[number:], room) :][:1]
             behind = [self._position(v) for v in behind]
-            place = self._end(min(bisect.bisect_left(after, free), len(after) - 1))
+            place = self._end(min(bisect.bisect_left(after, landed), len(after) - 1))
             place = max(min([place, *turns, *behind]), index, 0)
             land[place] = (*land.get(place, ()), value)
         return land
 
-    def _arrivals(self, before: Sequence[float], rates: Rates) -> dict[int, tuple[Value, ...]]:
+    def _arrivals(
+        self, before: Sequence[float], rates: Rates, slack: float
+    ) -> dict[int, tuple[Value, ...]]:
         fetch: dict[int, tuple[Value, ...]] = {}
         values = [value for value, _ in self.fetched]
         room = _room(values)
@@ -117,6 +128,7 @@ class Copies:
             together = _together(values[number:], room)
             for other, use in reversed(self.fetched[number:][:together]):
                 start = min(before[use], start) - rates.link_seconds("fetch", other.nbytes)
+            start = min(start, before[index] - slack)
             earlier = number + 1 - _together(values[number::-1], room)
             before_it = self.fetched[:earlier][-1:]
             passed = [turn for turn, away in self.turns if turn <= index and value in away]

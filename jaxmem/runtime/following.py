@@ -15,6 +15,7 @@ from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import NOTHING
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.slack import with_slack
 from jaxmem.runtime.tries import Outcome, Tries
 from jaxmem.targets.options import is_schedule
 from jaxmem.units import format_bytes
@@ -82,7 +83,9 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     compiler.search.settle_more(plan.settled)
     try:
         with compiler.search.hosting(hosted, updates_last=plan.updates_last):
-            return compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
+            found = compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
+        slack = plan.slack_seconds
+        return with_slack(compiler.search, found, slack) if slack else found
     except ArgumentError as error:
         raise PlanMismatchError(
             f"the plan for {plan.function} cannot be followed: {error}"

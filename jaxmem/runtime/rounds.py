@@ -15,9 +15,9 @@ from jaxmem.runtime import describe, policed
 from jaxmem.runtime.bench import Bench
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import MOST_SMALLEST, OnHost
-from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
+from jaxmem.runtime.slack import Slack
 from jaxmem.runtime.tries import MOST_COMPILES, Outcome
 from jaxmem.targets.compiling import Compiled, most_bytes
 from jaxmem.targets.options import memory_schedules
@@ -86,7 +86,7 @@ def fit(
     return run.run()
 
 
-class _Rounds(Overlaps):
+class _Rounds(Slack):
     """One planning run for one budget."""
 
     searches: int = _MOST_SEARCHES
@@ -135,6 +135,7 @@ class _Rounds(Overlaps):
         return self._outcome()
 
     def _outcome(self) -> Outcome:
+        self.loosen()
         self.overlap()
         if self.bench is None:
             return self.outcome_of(self.best())

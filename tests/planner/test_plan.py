@@ -242,7 +242,7 @@ def test_each_type_is_refused_in_each_field(full: dict):
         (("segments", 0, "counts"), [0], r"segments\[0\]\.counts is \(0,\), not numbers of 1"),
         (("microbatches",), 0, "microbatches is 0, not 1 or more"),
         (("larger",), {"more_bytes": 0, "saved_seconds": 1.0}, r"larger\.more_bytes is 0, not 1"),
-        (("schema_version",), 5, "schema version 5, this jaxmem reads 12"),
+        (("schema_version",), 5, "schema version 5, this jaxmem reads 13"),
     ],
 )
 def test_what_a_damaged_file_says(full: dict, where, value, message: str):
