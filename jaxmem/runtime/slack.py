@@ -20,7 +20,7 @@ from jaxmem.planner.search import Search
 from jaxmem.runtime.overlaps import Overlaps
 
 # Seconds that are tried, until one fits and is quicker.
-SLACKS = (6e-3, 4e-3, 8e-3)
+SLACKS = (6e-3, 5e-3, 4e-3)
 # Less than this share of a step is not worth a compile.
 _WORTH_IT = 0.01
 

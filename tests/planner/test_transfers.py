@@ -250,3 +250,64 @@ def test_what_is_made_at_once_is_sent_in_the_same_order_every_time():
 def _read(values: list[Value]) -> list[Op]:
     results = [Value(v.aval, f"{v.key} read") for v in values]
     return [Op(OPAQUE, [v], [result]) for v, result in zip(values, results, strict=True)]
+
+
+@given(lines(), st.data(), st.sampled_from((1e-6, 1e-3, 60.0)))
+@settings(max_examples=200)
+def test_slack_moves_copies_apart_and_computes_the_same(line: Line, data, slack: float):
+    """Nothing is computed elsewhere, none is sent later or waited for earlier than without."""
+    made = [v for op in line.block.ops[: line.turn] for v in op.outputs]
+    kept = data.draw(st.lists(st.sampled_from(made), unique=True, min_size=1))
+    returned = set(line.block.outputs)
+    keep = {("", line.turn): frozenset(str(v.key) for v in kept)}
+    offload = {("", line.turn): frozenset(str(v.key) for v in kept if v not in returned)}
+    hosting = Hosting(
+        frozenset(data.draw(st.lists(st.integers(0, len(line.block.inputs) - 1)))),
+        frozenset(data.draw(st.lists(st.integers(0, len(line.block.outputs) - 1)))),
+    )
+    prompt, loose = (
+        scheduler(line).schedule(keep, offload, hosting, slack_seconds=seconds)
+        for seconds in (0.0, slack)
+    )
+    numbers: dict[tuple, int] = {}
+    assert expressions(loose, numbers)[0] == expressions(prompt, numbers)[0]
+    check_memories(loose)
+    check_landings(loose)
+    assert computed(loose) == computed(prompt)
+    fetched = [positions(block, "fetch") for block in (prompt, loose)]
+    assert fetched[0].keys() == fetched[1].keys()
+    assert all(fetched[1][name] <= fetched[0][name] for name in fetched[0])
+    assert positions(loose, "send").keys() == positions(prompt, "send").keys()
+
+
+def computed(block: Block) -> list[tuple]:
+    """What is computed, in order."""
+    return [
+        tuple(v.key for v in op.outputs) for op in block.ops if not op.transfer and not op.barrier
+    ]
+
+
+def positions(block: Block, transfer: str) -> dict[tuple, int]:
+    """How much is computed before each copy, by what is copied and the how manieth it is of it."""
+    found: dict[tuple, int] = {}
+    done = 0
+    for op in block.ops:
+        if op.transfer == transfer:
+            number = sum(key == op.outputs[0].key for key, _ in found)
+            found[op.outputs[0].key, number] = done
+        done += not op.transfer and not op.barrier
+    return found
+
+
+def test_slack_starts_a_fetch_earlier_and_ends_a_copy_to_the_host_later():
+    """With time for it b is computed before what waits for a, and e after what fetches it."""
+    line, rates = chain(), Rates({"float32": 1.0}, 1.0, 4.0, 4.0)
+    keep, offload = {("", 3): frozenset("abc")}, {("", 3): frozenset("a")}
+
+    def written(slack: float) -> list[str]:
+        return names(scheduler(line, rates).schedule(keep, offload, slack_seconds=slack))
+
+    assert written(0.0) == ["a", "send", "b", "wait", "c", "d", "wait", "fetch", "e", "r"]
+    assert written(9.0) == ["a", "send", "b", "c", "wait", "wait", "fetch", "d", "e", "r"]
+    # Not across the turn behind which the value is in host memory.
+    assert written(1e6) == written(9.0)
