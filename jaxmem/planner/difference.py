@@ -171,8 +171,12 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
     for name in sizes:
         a, b = (getattr(p, f"{name}_bytes") for p in (plan, other))
         yield from _figure(name, a, b, format_bytes(a), format_bytes(b))
-    labels = {"predicted": "step", "keep_all": "step as written", "exposed": "copies not hidden"}
-    labels["slack"] = "given to each copy"
+    labels = {
+        "predicted": "step",
+        "keep_all": "step as written",
+        "exposed": "copies not hidden",
+        "slack": "given to each copy",
+    }
     for name, label in labels.items():
         a, b = (getattr(p, f"{name}_seconds") for p in (plan, other))
         yield from _figure(label, a, b, format_seconds(a), format_seconds(b))

@@ -268,7 +268,7 @@ def _about(plan: Plan) -> Iterator[str]:
         yield "they are updated after all else: in the backward pass did not fit where it was tried"
     if plan.slack_seconds:
         given = format_seconds(plan.slack_seconds)
-        yield f"copies are given {given} each, as the compiler starts those with less too late"
+        yield f"copies are given up to {given} each: the compiler starts those with less too late"
     if plan.streamed is not None:
         yield _streamed(plan.streamed)
     if plan.exposed_seconds > 0:

@@ -32,8 +32,8 @@ class Solution:
         settle: whether more element-wise results are written out early, for XLA to follow closer.
         updates_last: whether leaves in host memory are updated after all else, and not as soon as
             their gradients are there.
-        slack_seconds: what every copy of the outermost line is given, at least, between when its
-            value is made and when it is needed.
+        slack_seconds: what every copy of the outermost line is given, as far as turns and the
+            copies around it allow.
         why: why that solver, and how it ended, in words.
         bound_seconds: within the bytes that the search was given no program is faster on paper
             that makes values again at one turn; ``None`` where that is not known.

@@ -63,8 +63,8 @@ class Plan(Displayed):
             to the predicted bytes.
         updates_last: whether ``hosted`` leaves are updated after all else, where updates as soon
             as their gradients are there were tried and did not fit.
-        slack_seconds: what each copy to or from the host is given, where there is as much between
-            when its value is made and when it is needed; 0 where it has what it takes on paper.
+        slack_seconds: what each copy to or from the host is given, as far as turns and the copies
+            around it allow; 0 where it has what it takes on paper.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.
@@ -255,10 +255,11 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         yield "microbatches", plan.microbatches, "1 or more"
     if plan.updates_last and not plan.hosted:
         yield "updates_last", True, "false where nothing is hosted"
-    if plan.slack_seconds and not (plan.hosted or any(k.offloaded for k in plan.kept)):
-        yield "slack_seconds", plan.slack_seconds, "0 where nothing is moved"
-    if not 0 <= plan.slack_seconds < math.inf:
-        yield "slack_seconds", plan.slack_seconds, "0 or more"
+    moves = plan.streamed is None and (plan.hosted or any(k.offloaded for k in plan.kept))
+    if plan.slack_seconds and not moves:
+        yield "slack_seconds", plan.slack_seconds, "0 where no program moves anything"
+    if plan.slack_seconds == math.inf:
+        yield "slack_seconds", plan.slack_seconds, "a finite number"
     if plan.larger is not None and plan.larger.more_bytes < 1:
         yield "larger.more_bytes", plan.larger.more_bytes, "1 or more"
     for n, d in enumerate(plan.decisions):

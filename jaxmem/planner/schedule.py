@@ -74,11 +74,7 @@ class _Wanted:
             hosted = [(self.hosting, self.updates_last)]
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
         decided = frozenset([*found, *away, *hosted, *pairs])
-        if not decided:
-            return decided
-        how = ["settle"] * self.settle
-        slack = [("slack", self.slack_seconds)] * (self.slack_seconds > 0 and path == outermost)
-        return decided.union(how, slack)
+        return decided | {"settle"} if decided and self.settle else decided
 
     def turns(self, path: str) -> Turns:
         """The turns of one block; where only offload names one, everything is kept."""
@@ -134,8 +130,8 @@ class Scheduler:
             settle: write out more element-wise results early: slower, and XLA then keeps closer
                 to the schedule's bytes.
             updates_last: update what is in host memory after all else, and not when it is ready.
-            slack_seconds: give every copy of the outermost line so long, where there is as much
-                between when its value is made and when it is needed.
+            slack_seconds: give every copy of the outermost line so long, as far as turns and the
+                copies around it allow.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.

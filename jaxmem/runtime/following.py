@@ -11,11 +11,11 @@ from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.schedule import StillKept, Turn
 from jaxmem.planner.segments import refusal, splittable
+from jaxmem.planner.slack import with_slack
 from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import NOTHING
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.slack import with_slack
 from jaxmem.runtime.tries import Outcome, Tries
 from jaxmem.targets.options import is_schedule
 from jaxmem.units import format_bytes

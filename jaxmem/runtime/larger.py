@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxmem.planner.decisions import Decision, Larger, Round
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.search import Search
+from jaxmem.planner.slack import with_slack
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets.compiling import Compiled
 from jaxmem.units import GIB
@@ -40,6 +41,9 @@ def larger(
         return None
     if compiler.deadline.over():
         return None
+    # What is searched has no slack.
+    if solution.slack_seconds:
+        solution = with_slack(compiler.search, solution, 0.0)
     # With less than the smallest value that is recomputed nothing can change.
     each = [d.nbytes // d.count for d in decisions if d.recomputed and d.again_seconds]
     more = min(missing, max(min(GIB, missing // _PART), min(each, default=1), 1))

@@ -135,8 +135,8 @@ class _Rounds(Slack):
         return self._outcome()
 
     def _outcome(self) -> Outcome:
-        self.loosen()
         self.overlap()
+        self.loosen()
         if self.bench is None:
             return self.outcome_of(self.best())
         self._try_simple()

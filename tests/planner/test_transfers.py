@@ -255,7 +255,7 @@ def _read(values: list[Value]) -> list[Op]:
 @given(lines(), st.data(), st.sampled_from((1e-6, 1e-3, 60.0)))
 @settings(max_examples=200)
 def test_slack_moves_copies_apart_and_computes_the_same(line: Line, data, slack: float):
-    """Nothing is computed elsewhere, none is sent later or waited for earlier than without."""
+    """Nothing is computed elsewhere, and nothing is fetched later than without."""
     made = [v for op in line.block.ops[: line.turn] for v in op.outputs]
     kept = data.draw(st.lists(st.sampled_from(made), unique=True, min_size=1))
     returned = set(line.block.outputs)
@@ -288,7 +288,7 @@ def computed(block: Block) -> list[tuple]:
 
 
 def positions(block: Block, transfer: str) -> dict[tuple, int]:
-    """How much is computed before each copy, by what is copied and the how manieth it is of it."""
+    """How much is computed before each copy, by what is copied and which copy of it that is."""
     found: dict[tuple, int] = {}
     done = 0
     for op in block.ops:
