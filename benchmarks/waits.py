@@ -43,7 +43,7 @@ def waits(options: argparse.Namespace) -> dict[str, Any]:
     shapes = jax.eval_shape(workload.state), jax.eval_shape(workload.batch)
     kept: Path | None = options.plan
     known = jaxmem.Plan.load(kept) if kept is not None and kept.exists() else None
-    target = jaxmem.Target.local() if options.run else options.target
+    target = jaxmem.Target.local() if options.run else options.target or "h100"
     started = time.perf_counter()
     settings = {"budget": options.budget, "target": target, "plan": known, "progress": False}
     step = jaxmem.fit(workload.step, donate_argnums=0, **settings)
@@ -91,12 +91,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a compiled GPT waits for copies.")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--budget", default=BUDGET, help=f"of each device; {BUDGET} by default")
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--target", help="h100 by default; with --run what is here")
     parser.add_argument("--run", action="store_true", help="time it on the GPU that is here")
     parser.add_argument("--samples", type=int, default=3, help="of steps, with --run")
     parser.add_argument("--plan", type=Path, help="follow this plan, or keep the one made here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
+    if options.run and options.target:
+        parser.error("--run is for the GPU that is here: leave --target out")
     row = waits(options)
     print(f"predicted for a step      {row['predicted_ms']:7.1f} ms")
     print(f"of it not hidden, on paper{row['predicted_exposed_ms']:7.1f} ms")

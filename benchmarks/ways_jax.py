@@ -116,6 +116,7 @@ def _fitted(
         "predicted_keep_all_seconds": plan.keep_all_seconds,
         "host_bytes": plan.host_bytes,
         "rounds": len(plan.rounds),
+        "slack_ms": 1e3 * plan.slack_seconds,
         "solver": plan.solver,
         "notes": list(plan.notes),
     }
