@@ -14,8 +14,9 @@ import jax
 
 from jaxmem.hlo.wire import WireError, bytes_of, fields, number, numbers, text
 
-# What reading a program may raise that another jaxlib made; lookups fail where a field that was
-# always there is not.
+# What reading a program may raise that another jaxlib made: its bytes mean something else
+# (WireError), a field that was always there is not (LookupError), or its runtime does not give
+# programs away (the others). Who catches it says so: in an error, or in a plan's notes.
 UNREADABLE = (WireError, LookupError, jax.errors.JaxRuntimeError, NotImplementedError)
 
 # xla_data.proto, PrimitiveType: what JAX has a dtype for.

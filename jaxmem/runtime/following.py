@@ -84,12 +84,20 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
     try:
         with compiler.search.hosting(hosted, updates_last=plan.updates_last):
             found = compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
-        slack = plan.slack_seconds
-        return with_slack(compiler.search, found, slack) if slack else found
+        return _with_slack(compiler, plan, found) if plan.slack_seconds else found
     except ArgumentError as error:
         raise PlanMismatchError(
             f"the plan for {plan.function} cannot be followed: {error}"
         ) from error
+
+
+def _with_slack(compiler: Compiler, plan: Plan, found: Solution) -> Solution:
+    if not any(op.transfer for op in compiler.block(found).ops):
+        raise PlanMismatchError(
+            f"the plan for {plan.function} gives each copy outside loops {plan.slack_seconds:g} s, "
+            "and there is none. Plan again."
+        )
+    return with_slack(compiler.search, found, plan.slack_seconds)
 
 
 def _check_owner(compiler: Compiler, plan: Plan) -> None:

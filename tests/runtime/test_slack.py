@@ -9,8 +9,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from jaxmem import policies
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.slack import with_slack
 from jaxmem.program.ir import Block
@@ -159,3 +161,25 @@ def test_nothing_is_given_where_nothing_is_moved():
     said = json.dumps({**json.loads(plan.to_json()), "slack_seconds": 1e-3})
     with pytest.raises(jaxmem.PlanMismatchError, match="0 where no program moves anything"):
         Plan.from_json(said)
+
+
+def test_slack_for_copies_that_are_all_in_a_loop_is_refused():
+    """It would change nothing, and the plan would say that it does."""
+
+    def scanned(ws, x):
+        def loss(ws):
+            def layer(y, w):
+                return jnp.tanh(checkpoint_name(y, "in") @ w), None
+
+            return jnp.square(jax.lax.scan(layer, x, ws)[0]).mean()
+
+        return ws - jax.grad(loss)(ws)
+
+    args = jax.ShapeDtypeStruct((8, 256, 256), "f4"), jax.ShapeDtypeStruct((4096, 256), "f4")
+    options = {"target": "h200", "donate_argnums": 0, "progress": False, "budget": "128MiB"}
+    away = policies.nothing.override(policies.offload("in"))
+    plan = jaxmem.plan(scanned, *args, policy=away, **options)
+    assert plan.host_bytes and not plan.slack_seconds
+    given = dataclasses.replace(plan, slack_seconds=1e-3)
+    with pytest.raises(jaxmem.PlanMismatchError, match="each copy outside loops"):
+        jaxmem.fit(scanned, plan=given, **options).plan(*args)
