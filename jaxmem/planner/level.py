@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from jaxmem.planner.facts import BUFFERS, Facts
+from jaxmem.planner.putoff import PutOff
 from jaxmem.program.ir import Atom, Block, Op, Value
 
 # Late buffers that are looked at for the youngest one.
@@ -60,7 +60,6 @@ class Level:
         self.late: dict[Value, Value] = {}
         self.touched: set[Value] = set()
         self.inputs = frozenset(facts.block.inputs)
-        self.results = frozenset(v for v in facts.block.outputs if isinstance(v, Value))
         self.numbers = itertools.count(1)
         self.behind: set[Value] = set()
         self.emitted: list[Op] = []
@@ -68,9 +67,7 @@ class Level:
         self.arrived: set[Value] = set()
         self.young: list[Value] = []
         self.pending: list[Value] = []
-        self.settled = 0
-        self.unsettled: list[Value] = []
-        self.frees_from: dict[Value, float] = {}
+        self.put_off = PutOff(facts, self.dropped)
 
     def _dropped_at(self, turn: int, kept: frozenset[str] | None) -> list[Value]:
         """The values made before ``turn`` that are not kept across it."""
@@ -115,7 +112,7 @@ class Level:
             self.again.pop(value, None)
         self.stale = set(self.again.values())
         self.behind.clear()
-        self.frees_from.clear()
+        self.put_off.pass_turn(turn)
         if self.barriers and not inside:
             before = itertools.takewhile(lambda item: item[2] < turn, self.facts.droppable)
             self.fresh.update([v for _, v, _ in before])
@@ -160,14 +157,7 @@ class Level:
         of its logits, which needs their gradient, and before the loss that is returned, which
         needs the logits: 1.5 GiB each.
         """
-        for position in range(self.settled, index):
-            if (op := self.ops[position]).loop is None:
-                buffers = self.facts.kinds[position] in BUFFERS
-                self.unsettled += [v for v in op.outputs if buffers or v in self.results]
-        self.settled = index
-        found = [v for v in self.unsettled if v not in self.dropped]
-        self.unsettled = [v for v in found if self.facts.needed_until.get(v, -1) >= index]
-        waited = [v for v in self.unsettled if self._frees_from(v) < index]
+        waited = self.put_off.before_loop(index)
         reads = [v for v in loop.values if self.made.get(v, -1) >= self.turn]
         if ordered := self._of_loop_before(index):
             waited += ordered
@@ -175,10 +165,18 @@ class Level:
             reads = reads or [v for v in loop.values if v not in there]
         if not waited or not reads:
             return
-        self.unsettled = [v for v in self.unsettled if v not in waited]
+        self.put_off.waited_for(waited)
         ready = [self._as_read(v, index) for v in waited]
         first = min(reads, key=lambda v: v.nbytes)
         self._barrier(loop, [], list(dict.fromkeys([*ready, first])), "jaxmem.before")
+
+    def _results_before(self, index: int) -> list[Value]:
+        """Early results that a barrier before ``index`` has to wait for, on a GPU."""
+        if self.host:
+            return []
+        found = self.put_off.results_before(index)
+        self.put_off.waited_for(found)
+        return found
 
     def _of_loop_before(self, index: int) -> list[Value]:
         """A result of the late loop before ``index``, where nothing else orders the two.
@@ -199,46 +197,6 @@ class Level:
         found = [v for v in self.ops[last].outputs if v not in self.dropped]
         left = [v for v in found if self.facts.needed_until.get(v, -1) > index]
         return sorted(left, key=lambda v: v.nbytes)[:1]
-
-    def _frees_from(self, value: Value) -> float:
-        """The operation after which ``value`` takes less than what is kept alive for it.
-
-        What is there for this value alone is put off with it, as the sum of a loss is, and then
-        what that is made of is kept alive. A large result made of next to nothing had to be there
-        while a loop ran that could have had its place, and one over a donated argument that is read
-        later had a copy made of that: 476 MiB and not 282.
-        """
-        if value not in self.frees_from:
-            facts, seen, stack = self.facts, {value}, [(value, -1)]
-            held: list[tuple[int, int]] = []
-            while stack:
-                reader, since = stack.pop()
-                position = self.made[reader]
-                roots = [r for v in self.ops[position].values for r in facts.roots[v]]
-                for root in dict.fromkeys([r for r in roots if r in self.made and r not in seen]):
-                    seen.add(root)
-                    gone = self.made[reader] < self.turn and root in self.dropped
-                    until = since if gone else max(since, facts.needed_until.get(root, -1))
-                    if self.ops[self.made[root]].loop is None and self._only_for(root, position):
-                        stack.append((root, until))
-                    else:
-                        held.append((until, root.nbytes))
-            held.sort()
-            totals = itertools.accumulate([nbytes for _, nbytes in held])
-            froms = (u for (u, _), t in zip(held, totals, strict=True) if t > value.nbytes)
-            self.frees_from[value] = next(froms, math.inf)
-        return self.frees_from[value]
-
-    def _only_for(self, root: Value, position: int) -> bool:
-        """Whether a buffer is read by one operation, itself or through what is fused with it."""
-        stack = [root]
-        while stack:
-            for reader in self.facts.readers.get(stack.pop(), ()):
-                made = self.ops[reader].outputs
-                if reader != position and any(self.facts.roots[v] == (v,) for v in made):
-                    return False
-                stack += made if reader != position else ()
-        return True
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""
@@ -263,6 +221,7 @@ class Level:
         waited = self._trigger(index, use)
         if sum([v.nbytes for v in waited]) > sum([v.nbytes for v in kept]):
             waited = [v for v in waited if v in self.young]
+        waited = [*waited, *self._results_before(index)]
         now = {v: self.late.get(v, v) for v in kept}
         behind = self._barrier(use, list(now.values()), waited, "jaxmem.late")
         self._stands_for({v: behind[now[v]] for v in kept})
@@ -337,6 +296,7 @@ class Level:
         waited = dict.fromkeys(self._finished(index, self._made_again(positions)))
         if self.host or not waited:
             waited.update(dict.fromkeys(self._trigger(index, use)))
+        waited.update(dict.fromkeys(self._results_before(index)))
         behind = self._barrier(use, list(held), list(waited), tag)
         return {v: behind[v] for v in held}
 

@@ -109,6 +109,29 @@ def test_a_backward_loop_waits_for_the_loss_and_for_what_ends_the_gradient_of_th
         assert of_embedding in before
 
 
+def test_the_gradient_of_logits_waits_for_the_loss():
+    """XLA put the loss off until after that gradient, and kept the logits alive beside it.
+
+    Over four H200, a scanned GPT of 1.3e9 parameters compiled to 11.8 GiB where 10.3 were
+    predicted, and 250.9 ms a step in 8 GiB were given up for 329.4.
+    """
+    step, args = make(Form(scan=True, tied=True), Shape(3, 128, 4, 5000, 4, 64))
+    caller = Caller(step, (0, 1))
+    found = Compiler(caller.trace(caller.take(args, {})).program, Target("h200")).search
+    outer, inner = found.choices
+    everything = frozenset(c.name for c in outer.candidates)
+    for kept in (frozenset(), everything):
+        block = found.scheduler.schedule({outer.turn: kept, inner.turn: frozenset()})
+        (loss,) = (v for v in block.outputs if v.aval.shape == () and v.aval.dtype == jnp.float32)
+        (of_embedding,) = (
+            op
+            for op in block.ops
+            for v in op.outputs
+            if op.name == "dot_general" and v.aval.shape == (5000, 128)
+        )
+        assert _makers(block)[loss] in _before(block, of_embedding)
+
+
 def _before(block: Block, wanted: Op) -> set[Op]:
     """What runs before an operation can."""
     maker = _makers(block)
