@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Loop, Op, Value
-from jaxmem.program.making import empty, is_laid_out, kept_apart, may_be_kept_apart
+from jaxmem.program.making import empty, is_typed, kept_apart, may_be_kept_apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def _stays(forward: Op, backward: Op) -> list[_Stay]:
         formal = back.body.inputs[operand]
         reading = readers.get(formal, [])
         alone = [op.transfer for op in reading] == ["fetch"] and formal not in back.body.outputs
-        if alone and not is_laid_out(formal):
+        if alone and not is_typed(formal):
             found.append(_Stay(sends[host], result, reading[0], operand))
     return found
 

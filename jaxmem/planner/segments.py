@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import AxisType
-
-from jaxmem.program.ir import Block, Value
+from jaxmem.program.ir import Block
 from jaxmem.program.loops import Nest, Pair
+from jaxmem.program.making import is_typed
 from jaxmem.program.primitives import may_repeat
 
 Segments = Mapping[str, tuple[int, ...]]
@@ -70,7 +69,7 @@ def why_whole(block: Block, pair: Pair) -> str:
     fixed = next((op for op in pair.joint.ops[: pair.cut] if not may_repeat(op)), None)
     if fixed is not None:
         return f"its body has an operation that may not be run again: {fixed.name}"
-    if any(_is_explicit(v) for op in (first, second) for v in (*op.values, *op.outputs)):
+    if any(is_typed(v) for op in (first, second) for v in (*op.values, *op.outputs)):
         return "its arrays are sharded over explicit mesh axes"
     return ""
 
@@ -105,8 +104,3 @@ def refusal(nest: Nest, segments: Segments) -> str:
         if why:
             return f"the pair of scans {path!r} stays whole: {why}"
     return ""
-
-
-def _is_explicit(value: Value) -> bool:
-    mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)
-    return mesh is not None and AxisType.Explicit in mesh.axis_types

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core as jex
+from jax.sharding import AxisType
 
 from jaxmem.program.ir import Op, Value
 
@@ -61,7 +62,7 @@ def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[O
 def may_be_kept_apart(value: Value) -> bool:
     """Whether :func:`kept_apart` takes it: numbers of 8, 16, 32 or 64 bits."""
     dtype = value.aval.dtype
-    if is_laid_out(value) or not value.nbytes:
+    if is_typed(value) or not value.nbytes:
         return False
     if jnp.issubdtype(dtype, jnp.floating):
         width = jnp.finfo(dtype).bits
@@ -72,10 +73,10 @@ def may_be_kept_apart(value: Value) -> bool:
     return width == 8 * dtype.itemsize and dtype.itemsize in _BITS
 
 
-def is_laid_out(value: Value) -> bool:
-    """Whether the type of ``value`` says how it lies on a mesh (explicit axes)."""
-    sharding = getattr(value.aval, "sharding", None)
-    return sharding is not None and not sharding.mesh.empty
+def is_typed(value: Value) -> bool:
+    """Whether the type of ``value`` says how it lies on a mesh (axes of the type Explicit)."""
+    mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

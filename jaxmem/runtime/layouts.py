@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
-from jax.sharding import AxisType
 
 from jaxmem.program.ir import Atom, Block, Loop, Op, Program, Value
 from jaxmem.program.layout import Axis, Layout
-from jaxmem.program.making import is_laid_out
+from jaxmem.program.making import is_typed
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable
 from jaxmem.targets.compiling import lower_for
@@ -63,7 +62,7 @@ def lay_out(program: Program, target: Target, choose: Callable[[Sequence[Way]], 
     if program.is_counted:
         return
     values = [value for op in _operations(program.block) for value in op.outputs]
-    if any(map(_is_typed, (*program.block.inputs, *values))):
+    if any(map(is_typed, (*program.block.inputs, *values))):
         for value in (*_inputs(program.block), *values):
             value.lay_out(_typed(value))
         return
@@ -117,13 +116,11 @@ def _of_sharding(sharding: Any, rank: int) -> Layout:
     return Layout((*axes, *[()] * (rank - len(axes))))
 
 
-def _is_typed(value: Value) -> bool:
-    """Whether the type of a value says how it is split (axes of the type Explicit)."""
-    return is_laid_out(value) and AxisType.Explicit in value.aval.sharding.mesh.axis_types
-
-
 def _typed(value: Value) -> Layout | None:
-    return _of_sharding(value.aval.sharding, len(value.aval.shape)) if is_laid_out(value) else None
+    sharding = getattr(value.aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    return _of_sharding(sharding, len(value.aval.shape))
 
 
 def _is_array(value: Value) -> bool:

@@ -27,8 +27,9 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jaxmem.targets import measuring
 
-# 2: what a device does that is nearly full is no longer kept.
-SCHEMA = 2
+# 2: what a device does that is nearly full is no longer kept. 3: links are measured while all
+# devices of the process copy.
+SCHEMA = 3
 WHEN_FREE = "jaxmem doctor --measure, while the device is free, measures these and keeps them"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LINKS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_bytes_per_second")
@@ -42,9 +43,10 @@ class Measurement:
     Attributes:
         flops: FLOP/s of matrix products by dtype name.
         hbm_bytes_per_second: device memory, read and written by one kernel.
-        h2d_bytes_per_second: from pinned host memory, alone on the link.
-        d2h_bytes_per_second: to pinned host memory, alone on the link.
-        duplex_bytes_per_second: each way while both run.
+        h2d_bytes_per_second: from pinned host memory, alone on the link, while each other device
+            of this process copies as much over its own.
+        d2h_bytes_per_second: to pinned host memory, likewise.
+        duplex_bytes_per_second: each way while both run, likewise.
         d2d_bytes_per_second: to another device of this process, one way.
         when: date and time, UTC.
         seconds: how long it took.
@@ -153,19 +155,20 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
 
     Cost:
         A few seconds, with six compiles on a GPU; at most half of the free device memory
-        and 1.5 GiB of it; and, on a GPU, 0.4 GiB of pinned host memory, which XLA's pool keeps
-        for the process.
+        and 1.5 GiB of it; and, on a GPU, 0.4 GiB of pinned host memory for each device of this
+        process, which XLA's pool keeps for it.
     """
     started = time.perf_counter()
     with measuring.undisturbed():
-        gauge = measuring.Gauge(device, measuring.free_bytes(device, fields["device_bytes"]))
+        others = [d for d in jax.local_devices() if d != device]
+        free = measuring.free_bytes(device, fields["device_bytes"])
+        gauge = measuring.Gauge(device, free, others)
         flops = gauge.flops(fields["flops"])
         memory = gauge.memory()
         links = peer = None
         if device.platform != "cpu":
             if fields["pinned_host_bytes"]:
                 links = gauge.links()
-            others = [d for d in jax.local_devices() if d != device]
             peer = gauge.peer(others[0]) if others else None
     down, up, both = links or (None, None, None)
     return Measurement(

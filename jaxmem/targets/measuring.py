@@ -11,7 +11,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,9 +57,13 @@ class Gauge:
             its runs: ``"bfloat16: data"`` and ``"bfloat16: compile"``.
     """
 
-    def __init__(self, device: Any, free_bytes: int):
-        """Take a device of which ``free_bytes`` are free; part of them is used."""
-        self.device = device
+    def __init__(self, device: Any, free_bytes: int, beside: Sequence[Any] = ()):
+        """Take a device of which ``free_bytes`` are free; part of them is used.
+
+        Links are measured while those of the devices ``beside`` it, as free as it is, are as busy:
+        a step over all of them copies in all of them at the same time.
+        """
+        self.device, self.beside = device, tuple(beside)
         self.on_device = SingleDeviceSharding(device)
         self.free_bytes = free_bytes
         self.allowed_bytes = int(free_bytes * _SHARE)
@@ -176,24 +180,24 @@ class Gauge:
         return 2.0 * 4 * count * kernels / timed(run)
 
     def _links(self) -> tuple[float, float, float]:
-        on_host = SingleDeviceSharding(self.device, memory_kind="pinned_host")
-        (near,) = self._random((self._link_bytes() // 4,), "float32")
-        far = jax.device_put(near, on_host)
+        devices = (self.device, *self.beside)
+        on_device = [SingleDeviceSharding(d) for d in devices]
+        on_host = [SingleDeviceSharding(d, memory_kind="pinned_host") for d in devices]
+        (first,) = self._random((self._link_bytes() // 4,), "float32")
+        near = jax.block_until_ready([jax.device_put(first, there) for there in on_device])
+        far = jax.block_until_ready(jax.device_put(near, on_host))
 
         def down() -> list[Any]:
             return [jax.device_put(near, on_host) for _ in range(_LINK_COPIES)]
 
         def up() -> list[Any]:
-            return [jax.device_put(far, self.on_device) for _ in range(_LINK_COPIES)]
+            return [jax.device_put(far, on_device) for _ in range(_LINK_COPIES)]
 
         def both() -> list[Any]:
-            pairs = [
-                (jax.device_put(near, on_host), jax.device_put(far, self.on_device))
-                for _ in range(_LINK_COPIES)
-            ]
-            return [array for pair in pairs for array in pair]
+            given, there = [*near, *far], [*on_host, *on_device]
+            return [jax.device_put(given, there) for _ in range(_LINK_COPIES)]
 
-        moved = near.nbytes * _LINK_COPIES
+        moved = first.nbytes * _LINK_COPIES
         return moved / timed(down), moved / timed(up), moved / timed(both)
 
     def _peer(self, other: Any) -> float:
