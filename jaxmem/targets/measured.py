@@ -43,8 +43,8 @@ class Measurement:
     Attributes:
         flops: FLOP/s of matrix products by dtype name.
         hbm_bytes_per_second: device memory, read and written by one kernel.
-        h2d_bytes_per_second: from pinned host memory, alone on the link, while each other device
-            of this process copies as much over its own.
+        h2d_bytes_per_second: from pinned host memory, one way, while every other device of this
+            process copies as much: that of the slowest of them.
         d2h_bytes_per_second: to pinned host memory, likewise.
         duplex_bytes_per_second: each way while both run, likewise.
         d2d_bytes_per_second: to another device of this process, one way.
@@ -154,14 +154,14 @@ def measure(device: Any, fields: dict[str, Any]) -> Measurement:
         fields: of its target as the table has it, or as they are assumed.
 
     Cost:
-        A few seconds, with six compiles on a GPU; at most half of the free device memory
-        and 1.5 GiB of it; and, on a GPU, 0.4 GiB of pinned host memory for each device of this
-        process, which XLA's pool keeps for it.
+        A few seconds, with six compiles on a GPU; at most half of the device memory that is free
+        on all devices of this process, and 1.5 GiB of it; and, on a GPU, 0.4 GiB of pinned host
+        memory for each of them, which XLA's pool keeps for the process.
     """
     started = time.perf_counter()
     with measuring.undisturbed():
-        others = [d for d in jax.local_devices() if d != device]
-        free = measuring.free_bytes(device, fields["device_bytes"])
+        others = [d for d in jax.local_devices(backend=device.platform) if d != device]
+        free = min(measuring.free_bytes(d, fields["device_bytes"]) for d in (device, *others))
         gauge = measuring.Gauge(device, free, others)
         flops = gauge.flops(fields["flops"])
         memory = gauge.memory()

@@ -68,8 +68,9 @@ class Target(Displayed):
             ``"float16"``, ``"float32"``, ``"float64"``, ``"int8"``, ``"float8"``); float32 is
             TF32 where the GPU has it, as JAX multiplies by default.
         hbm_bytes_per_second: device memory bandwidth.
-        h2d_bytes_per_second: host to device, alone on the link.
-        d2h_bytes_per_second: device to host, alone on the link.
+        h2d_bytes_per_second: host to each device while nothing goes back; as measured here, while
+            every device of the process copies.
+        d2h_bytes_per_second: each device to host, likewise.
         duplex_bytes_per_second: between device and host, each way while both run.
         d2d_bytes_per_second: device to device inside a host, one direction.
         devices_per_host: devices in each host.

@@ -81,6 +81,17 @@ def test_a_rate_is_work_over_the_median(small, monkeypatch):
     assert gauge.notes == []
 
 
+def test_links_are_measured_while_those_of_the_other_devices_are_as_busy(small, monkeypatch):
+    """Four H200 of one host have 20 GB/s each both ways at once, and 45 alone."""
+    copies: list[int] = []
+    monkeypatch.setattr(
+        measuring, "timed", lambda run: copies.append(len(jax.tree.leaves(run()))) or 0.5
+    )
+    alone, beside = Gauge(CPU, 2**32).links(), Gauge(CPU, 2**32, [CPU, CPU]).links()
+    assert copies == [4, 4, 8, 12, 12, 24]
+    assert alone == beside, "a rate is that of each device"
+
+
 def test_the_median_leaves_out_what_comes_first(monkeypatch):
     durations = [100.0, 50.0, 3.0, 1.0, 2.0, 9.0, 2.5]
     ticks = itertools.accumulate(itertools.chain([0.0], *((d, 0.0) for d in durations)))
