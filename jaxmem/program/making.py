@@ -60,9 +60,14 @@ def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[O
 
 
 def may_be_kept_apart(value: Value) -> bool:
-    """Whether :func:`kept_apart` takes it: numbers of 8, 16, 32 or 64 bits."""
+    """Whether :func:`kept_apart` takes it: numbers of 8, 16, 32 or 64 bits, on one device.
+
+    Of an array that is split over a mesh one device has the first number: all would wait for it.
+    """
     dtype = value.aval.dtype
-    if is_typed(value) or not value.nbytes:
+    mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)
+    over_mesh = value.layout is not None or (mesh is not None and not mesh.empty)
+    if over_mesh or not value.nbytes:
         return False
     if jnp.issubdtype(dtype, jnp.floating):
         width = jnp.finfo(dtype).bits

@@ -13,6 +13,7 @@ from jax import lax
 import jaxmem
 from jaxmem.planner.search import Search
 from jaxmem.program.ir import Block, Value
+from jaxmem.program.layout import Layout
 from jaxmem.program.making import kept_apart, may_be_kept_apart
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
@@ -228,6 +229,10 @@ def test_what_has_no_bits_of_its_own_is_not_kept_apart():
     keys = jax.random.split(jax.random.key(0))
     values = [Value(jax.ShapeDtypeStruct((2,), dtype)) for dtype in (*others, keys.dtype)]
     assert not any(map(may_be_kept_apart, values))
+    split = Value(jax.ShapeDtypeStruct((8, 2), np.float32))
+    assert may_be_kept_apart(split)
+    split.lay_out(Layout(((("data", 8),), ())))
+    assert not may_be_kept_apart(split), "one device has its first number"
     assert not may_be_kept_apart(Value(jax.ShapeDtypeStruct((0, 2), np.float32)))
 
 
