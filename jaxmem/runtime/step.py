@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +95,9 @@ class Step:
         """Run one step.
 
         What the plan keeps in host memory and was given on the device is copied to the host
-        first, at every call that gives it so; :meth:`place` does it once.
+        first, at every call that gives it so; :meth:`place` does it once. Until the step has ended
+        it stays on the device, too, for it may fail: where that is over the budget, the first call
+        warns.
 
         Raises:
             AbstractCallError: an argument has no data.
@@ -103,6 +107,8 @@ class Step:
         program = self.traced.program
         given = inputs(program, call)
         ready = where_planned(program, self.outcome.hosting, given)
+        if not self.waited and (said := unplaced(program, self.outcome, given)):
+            warnings.warn(said, UserWarning, stacklevel=4)
 
         def rebuild(outs: Sequence[Any]) -> Any:
             return self.traced.rebuild(outs, ready)
@@ -192,6 +198,27 @@ def inputs(program: Program, call: Call) -> list[Any]:
         seen.add(id(leaf))
         ready.append(as_array(leaf) if not isinstance(leaf, jax.Array) else leaf)
     return ready
+
+
+def unplaced(program: Program, outcome: Outcome, given: Sequence[Any]) -> str:
+    """What to say of hosted arguments on a GPU that are over the budget with the step, if any."""
+    plan, first = outcome.plan, len(program.consts)
+    leaves = [given[n - first] for n in outcome.hosting.inputs if n >= first]
+    here = [leaf for leaf in leaves if _is_on_gpu(leaf) and not _is_on_host(leaf)]
+    nbytes = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in here)
+    if not nbytes or plan.compiled_bytes + nbytes <= plan.budget_bytes:
+        return ""
+    return (
+        f"{program.name}: {format_bytes(nbytes)} on each device are arguments that the plan keeps "
+        "in host memory. They stay there until this call has ended, beside "
+        f"{format_bytes(plan.compiled_bytes)} that it takes: more than the budget of "
+        f"{format_bytes(plan.budget_bytes)}. Have them put in host memory first: "
+        "state = step.place(state, batch)[0]."
+    )
+
+
+def _is_on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and all(d.platform == "gpu" for d in leaf.devices())
 
 
 def where_planned(program: Program, hosting: Hosting, ready: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from jaxmem import policies
 from jaxmem.hlo.wire import WireError
 from jaxmem.planner import lines
 from jaxmem.runtime import exposed
+from jaxmem.runtime import step as step_module
 from jaxmem.runtime.tries import MOST_COMPILES
 from tests.problems import assert_same
 
@@ -107,6 +108,21 @@ def test_placed_state_goes_round_without_planning_again(planned: jaxmem.Plan):
     assert [m.sharding.memory_kind for m in state[1]] == ["pinned_host"] * 6
     fitted(state, x)
     assert len(fitted._outcomes) == 1
+
+
+def test_state_that_was_not_placed_is_said_where_it_is_over_the_budget(planned, monkeypatch):
+    """It stays on a GPU beside the first step: 9.4 GiB in a budget of 5.7 on four H200."""
+    monkeypatch.setattr(step_module, "_is_on_gpu", lambda leaf: isinstance(leaf, jax.Array))
+    state, x = arguments()
+    compiled = followed(planned).plan(state, x).compiled_bytes
+    moments = 6 * 4 * WIDTH**2
+    tight = followed(planned, budget=compiled + moments - 1)
+    with pytest.warns(UserWarning, match=r"step: 384.0KiB .* state = step.place\(state, batch\)"):
+        state, _ = tight(state, x)
+    tight(state, x)  # Now it is there.
+    followed(planned, budget=compiled + moments)(arguments()[0], x)
+    placed = followed(planned, budget=compiled + moments - 1)
+    placed(placed.place(arguments()[0], x)[0], x)
 
 
 def test_parameters_may_live_there_too(planned: jaxmem.Plan):
