@@ -20,11 +20,13 @@ from jaxmem.errors import JaxmemError
 ROOT = Path(__file__).parent.parent
 
 
-def free_port() -> int:
-    """One that nobody uses now."""
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """One that nobody else gets until it is left; the coordinator, too, binds it to be shared."""
     with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        yield found.getsockname()[1]
 
 
 def said(do: Callable[[], object]) -> str:
@@ -65,30 +67,45 @@ def started(
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "PYTHONFAULTHANDLER": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    port = str(free_port())
     processes: list[subprocess.Popen] = []
-    try:
-        for number in range(count):
-            command = [sys.executable, str(script), port, str(count), str(number), *args]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
+    with held_port() as port:
+        try:
+            for number in range(count):
+                numbers = map(str, (port, count, number))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(script), *numbers, *args],
+                        env=environment,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
                 )
-            )
-        yield processes
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in processes:
-            process.communicate()
+            yield processes
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            for process in processes:
+                process.communicate()
+
+
+def ended(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
+    """What a process wrote to stdout and stderr, when it has ended.
+
+    Raises:
+        AssertionError: it has not after ``timeout`` seconds; with what its threads do.
+    """
+    try:
+        return process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
+        raise AssertionError(f"did not end in {timeout:g} s\n{out}\n{err}") from None
 
 
 def run(script: Path, *args: str, count: int = 2, devices: int = 2, timeout: float = 120):
@@ -96,7 +113,7 @@ def run(script: Path, *args: str, count: int = 2, devices: int = 2, timeout: flo
     with started(script, *args, count=count, devices=devices) as processes:
         # At the same time: one whose pipe is full waits, and the others for it.
         with ThreadPoolExecutor(count) as pool:
-            ended = list(pool.map(lambda process: process.communicate(timeout=timeout), processes))
-        for process, (out, err) in zip(processes, ended, strict=True):
+            said_by_each = list(pool.map(lambda process: ended(process, timeout), processes))
+        for process, (out, err) in zip(processes, said_by_each, strict=True):
             assert process.returncode == 0, f"{out}\n{err}"
-        return [out for out, _ in ended]
+        return [out for out, _ in said_by_each]

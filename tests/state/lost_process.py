@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -26,6 +27,13 @@ def state(step: int) -> dict:
     return {"w": w, "step": step}
 
 
+def all_saved(directory: Path, me: int) -> None:
+    """Wait until all have: one that is lost earlier is lost in the middle of that."""
+    directory.with_name(f"saved-{me}").touch()
+    while not all(directory.with_name(f"saved-{n}").exists() for n in range(2)):
+        time.sleep(0.01)
+
+
 def lose(what: str) -> None:
     """What a test does to this process, at a moment that it could not find from outside."""
     print("lost", flush=True)
@@ -35,6 +43,7 @@ def lose(what: str) -> None:
 def main(directory: Path, lost: int, what: str, when: str) -> None:
     me = cluster.initialize(shutdown_timeout_seconds=2)
     jaxmem.save(directory, state(0), step=0, wait=True, timeout=20)
+    all_saved(directory, me)
     if me == lost and when == "before":
         lose(what)
     if me == lost and when == "writing":

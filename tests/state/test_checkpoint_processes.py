@@ -61,19 +61,18 @@ def test_a_timeout_is_a_positive_number(tmp_path, timeout):
 def test_a_lost_process_is_named_and_the_checkpoint_before_it_is_there(
     tmp_path, lost, signal, when
 ):
-    with cluster.started(
-        HERE / "lost_process.py", str(tmp_path), str(lost), signal, when
-    ) as processes:
-        out, err = processes[1 - lost].communicate(timeout=60)
+    runs = tmp_path / "runs"
+    with cluster.started(HERE / "lost_process.py", str(runs), str(lost), signal, when) as processes:
+        out, err = cluster.ended(processes[1 - lost], timeout=60)
     if (lost, signal) == (0, "SIGKILL"):
         # The coordinator was in it: JAX may end those that are left before they can say anything.
         assert "ProcessError" in out or processes[1].returncode != 0, err
     else:
         assert out.startswith("ProcessError: "), (out, err)
         assert f"process {lost}" in out, out
-    assert [p.name for p in sorted(tmp_path.iterdir()) if p.name.isdecimal()] == ["0"]
+    assert [p.name for p in sorted(runs.iterdir()) if p.name.isdecimal()] == ["0"]
     like = {"w": np.zeros_like(LOST_W), "step": 0}
-    np.testing.assert_array_equal(jaxmem.restore(tmp_path, like)["w"], LOST_W)
-    jaxmem.save(tmp_path, {"w": LOST_W + 5, "step": 5}, step=5, wait=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "5"], "leftovers"
-    np.testing.assert_array_equal(jaxmem.restore(tmp_path, like)["w"], LOST_W + 5)
+    np.testing.assert_array_equal(jaxmem.restore(runs, like)["w"], LOST_W)
+    jaxmem.save(runs, {"w": LOST_W + 5, "step": 5}, step=5, wait=True)
+    assert sorted(p.name for p in runs.iterdir()) == ["0", "5"], "leftovers"
+    np.testing.assert_array_equal(jaxmem.restore(runs, like)["w"], LOST_W + 5)

@@ -33,7 +33,7 @@ def test_all_save_the_same_step_and_exit_when_one_is_told(tmp_path, count, told)
         processes[told].send_signal(signal.SIGTERM)
         said = {}
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = cluster.ended(process, timeout=60)
             assert process.returncode == 0, err
             said[out.splitlines()[-1]] = err
     steps = [int(p.name) for p in tmp_path.iterdir()]
@@ -54,7 +54,7 @@ def test_the_second_signal_ends_a_process(tmp_path):
         "print('still here')\n"
     )
     with cluster.started(script, count=1) as (process,):
-        out, _ = process.communicate(timeout=60)
+        out, _ = cluster.ended(process, timeout=60)
     assert out == "told\n"
     assert process.returncode == -signal.SIGTERM
 
@@ -65,7 +65,7 @@ def test_a_signal_before_the_first_call_of_a_resumed_run_is_heard(tmp_path):
             assert process.stdout.readline() == "starting\n"
         processes[1].send_signal(signal.SIGTERM)
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = cluster.ended(process, timeout=60)
             assert (process.returncode, out.splitlines()[-1:]) == (0, ["stopped after 100"]), err
 
 
