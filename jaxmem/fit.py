@@ -155,7 +155,7 @@ def fit(
             step with effects, several processes, or without room for the copies.
 
     Cost:
-        Planning takes one trace and 1 to 13 compiles for each signature, with ``shard="auto"``
+        Planning takes one trace and 1 to 15 compiles for each signature, with ``shard="auto"``
         three times as much for the first one; with ``jaxmem.AUTO`` a
         trace for each number of microbatches tried; with ``measure`` 7 to 27 runs of up to 5
         programs. Recomputation costs what the plan predicts;

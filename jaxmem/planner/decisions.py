@@ -7,6 +7,9 @@ from typing import Literal
 
 Action = Literal["keep", "recompute", "offload"]
 
+# So many of the largest copies may be on the way from host memory unless a plan says otherwise.
+PREFETCH = 4
+
 
 @dataclass(frozen=True)
 class Decision:

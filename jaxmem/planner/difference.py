@@ -162,6 +162,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
         ("updates of those", _updates(plan), _updates(other)),
         ("policy", _policy(plan), _policy(other)),
+        ("fetched before it is needed", _prefetch(plan), _prefetch(other)),
         ("compiler options", _options(plan), _options(other)),
         ("mesh", _mesh(plan), _mesh(other)),
         ("arguments split otherwise", *_split(plan, other)),
@@ -206,6 +207,10 @@ def _updates(plan: Plan) -> str:
     if s is None:
         return "in the step, last" if plan.updates_last else "in the step"
     return f"{s.updates} pieces, gradients in {s.stages} stages"
+
+
+def _prefetch(plan: Plan) -> str:
+    return f"{plan.prefetch} of the largest" if plan.prefetch else "nothing"
 
 
 def _policy(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanQueryError
+from jaxmem.planner.decisions import PREFETCH
 from jaxmem.policies.selector import module_matches
 from jaxmem.units import GIB, format_budget, format_bytes, format_seconds
 
@@ -260,17 +261,29 @@ def _about(plan: Plan) -> Iterator[str]:
             f"({len(plan.rounds)} compiles)"
         )
     yield from _price(plan)
+    yield from _in_host_memory(plan)
+    yield from _waits(plan)
+    yield from plan.notes
+
+
+def _in_host_memory(plan: Plan) -> Iterator[str]:
     if plan.hosted:
         yield f"in host memory between steps: {', '.join(plan.hosted[:_MOST_NAMES])}" + (
             f" and {len(plan.hosted) - _MOST_NAMES} more" * (len(plan.hosted) > _MOST_NAMES)
         )
     if plan.updates_last:
         yield "they are updated after all else: in the backward pass did not fit where it was tried"
+    if plan.prefetch != PREFETCH:
+        most = f"at most {plan.prefetch} of the largest at once" if plan.prefetch else "one by one"
+        yield f"copies come back late, {most}: what is on its way takes room"
     if plan.slack_seconds:
         given = format_seconds(plan.slack_seconds)
         yield f"copies are given up to {given} each: the compiler starts those with less too late"
     if plan.streamed is not None:
         yield _streamed(plan.streamed)
+
+
+def _waits(plan: Plan) -> Iterator[str]:
     if plan.exposed_seconds > 0:
         yield f"copies that nothing hides take {format_seconds(plan.exposed_seconds)} of a step"
     if plan.compiled_exposed_seconds is not None:
@@ -278,7 +291,6 @@ def _about(plan: Plan) -> Iterator[str]:
         yield f"the compiled program waits {waits} for copies, by its own order of operations"
     if plan.measured_exposed_seconds is not None:
         yield f"measured were {format_seconds(plan.measured_exposed_seconds)} of such copies"
-    yield from plan.notes
 
 
 def _streamed(s: Streamed) -> str:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanMismatchError
 from jaxmem.files import replacing
-from jaxmem.planner.decisions import Decision, Kept, Larger, Round, Segmented, Streamed
+from jaxmem.planner.decisions import (
+    PREFETCH,
+    Decision,
+    Kept,
+    Larger,
+    Round,
+    Segmented,
+    Streamed,
+)
 from jaxmem.planner.decode import AGAIN, damaged, decode, parse
 from jaxmem.planner.tables import Rows, names_of, write_table
 
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.explain import Explanation
     from jaxmem.planner.frontier import Frontier
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Plan(Displayed):
             as their gradients are there were tried and did not fit.
         slack_seconds: what each copy to or from the host is given, as far as turns and the copies
             around it allow; 0 where it has what it takes on paper.
+        prefetch: so many of the largest copies from the host may be on the way outside pairs of
+            scans; 0 where each starts where it is needed, which takes least.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.
@@ -111,6 +121,7 @@ class Plan(Displayed):
     settled: bool = False
     updates_last: bool = False
     slack_seconds: float = 0.0
+    prefetch: int = PREFETCH
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""
@@ -258,6 +269,10 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     moves = plan.streamed is None and (plan.hosted or any(k.offloaded for k in plan.kept))
     if plan.slack_seconds and not moves:
         yield "slack_seconds", plan.slack_seconds, "0 where no program moves anything"
+    if plan.prefetch != PREFETCH and not moves:
+        yield "prefetch", plan.prefetch, f"{PREFETCH} where no program moves anything"
+    if not 0 <= plan.prefetch <= PREFETCH:
+        yield "prefetch", plan.prefetch, f"from 0 to {PREFETCH}"
     if plan.slack_seconds == math.inf:
         yield "slack_seconds", plan.slack_seconds, "a finite number"
     if plan.larger is not None and plan.larger.more_bytes < 1:

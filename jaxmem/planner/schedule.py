@@ -20,6 +20,7 @@ from operator import is_not
 
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.ahead import one_ahead
+from jaxmem.planner.decisions import PREFETCH
 from jaxmem.planner.facts import Facts
 from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
@@ -64,6 +65,7 @@ class _Wanted:
     settle: bool = False
     updates_last: bool = False
     slack_seconds: float = 0.0
+    prefetch: int = PREFETCH
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
@@ -73,8 +75,12 @@ class _Wanted:
         if self.hosting and path == outermost:
             hosted = [(self.hosting, self.updates_last)]
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
-        decided = frozenset([*found, *away, *hosted, *pairs])
-        return decided | {"settle"} if decided and self.settle else decided
+        decided = [*found, *away, *hosted, *pairs]
+        if (away or hosted) and self.prefetch != PREFETCH:
+            decided.append(("prefetch", self.prefetch))
+        if decided and self.settle:
+            decided.append("settle")
+        return frozenset(decided)
 
     def turns(self, path: str) -> Turns:
         """The turns of one block; where only offload names one, everything is kept."""
@@ -117,6 +123,7 @@ class Scheduler:
         settle: bool = False,
         updates_last: bool = False,
         slack_seconds: float = 0.0,
+        prefetch: int = PREFETCH,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -132,6 +139,8 @@ class Scheduler:
             updates_last: update what is in host memory after all else, and not when it is ready.
             slack_seconds: give every copy of the outermost line so long, as far as turns and the
                 copies around it allow.
+            prefetch: outside pairs of scans so many of the largest copies back may be on the way;
+                0 for each from where it is needed on.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -145,7 +154,9 @@ class Scheduler:
         refused = refusal(self.nest, segments)
         if refused:
             raise ValueError(refused)
-        wanted = _Wanted(keep, offload, hosting, segments, settle, updates_last, slack_seconds)
+        wanted = _Wanted(
+            keep, offload, hosting, segments, settle, updates_last, slack_seconds, prefetch
+        )
         return self._block(self.nest, wanted)
 
     def _check(self, offload: Keep) -> None:
@@ -235,10 +246,17 @@ class Scheduler:
             ).run()
         moved = moved_of(facts, turns, away, hosting, [made for _, made in updates])
         slack = wanted.slack_seconds if nest is self.nest else 0.0
-        return self._transfers(facts, turns, moved, slack, barriers=barriers)
+        return self._transfers(facts, turns, moved, slack, wanted.prefetch, barriers=barriers)
 
     def _transfers(
-        self, facts: Facts, turns: Turns, moved: Moved, slack: float, *, barriers: bool
+        self,
+        facts: Facts,
+        turns: Turns,
+        moved: Moved,
+        slack: float,
+        prefetch: int,
+        *,
+        barriers: bool,
     ) -> tuple[Block, int]:
         """Written out twice: when what runs, and so when to move what, is known after the first."""
         first = TransferLevel(facts, turns, moved, Windows(), barriers=barriers)
@@ -249,7 +267,7 @@ class Scheduler:
         windows = copies.at_once()
         if self.simulator is not None:
             seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
-            windows = copies.well_placed(seconds, self.simulator.rates, slack)
+            windows = copies.well_placed(seconds, self.simulator.rates, slack, prefetch)
         return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
 
     def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:

@@ -19,6 +19,7 @@ from operator import attrgetter
 from jaxmem.planner.bodies import BodySolver
 from jaxmem.planner.candidates import TurnChoices, carried, choices
 from jaxmem.planner.deadline import Deadline
+from jaxmem.planner.decisions import PREFETCH
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
@@ -26,7 +27,7 @@ from jaxmem.planner.lines import LineSolver
 from jaxmem.planner.ruled import Ruled, ruled_by
 from jaxmem.planner.schedule import Keep, Scheduler
 from jaxmem.planner.segments import Segments
-from jaxmem.planner.simple import WHY, simple_keeps
+from jaxmem.planner.simple import WHY, base_keeps
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.uncollected import uncollected
 from jaxmem.planner.withhost import WithHost
@@ -37,8 +38,9 @@ from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
 
-State = tuple[frozenset[str], frozenset[int], bool, bool]
-"""What is pinned and hosted, whether to settle and to update last: what was found belongs to it."""
+State = tuple[frozenset[str], frozenset[int], bool, bool, int]
+"""What is pinned and hosted, whether to settle and to update last, and the prefetch: what was found
+belongs to it."""
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
@@ -63,7 +65,6 @@ _MOST_NESTED = 2
 # Relative: up to this the seconds of a line and of the program written out are the same.
 _SAME = 1e-6
 _COST = attrgetter("cost")
-_WHY_POLICY = "the policy decides about every value"
 
 
 class Search:
@@ -77,6 +78,7 @@ class Search:
         hosted: argument leaves that live in host memory, by their positions.
         settle: whether schedules write out more element-wise results early.
         updates_last: whether hosted leaves are updated after all else.
+        prefetch: how many of the largest copies back from the host may be on the way.
         ruled: what a policy decides; it holds in every solution that is found.
         deadline: when its time is over, only the simple answers are found.
     """
@@ -117,7 +119,7 @@ class Search:
         )
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
-        self.updates_last = False
+        self.updates_last, self.prefetch = False, PREFETCH
         self.settle = self.cautious = False
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
@@ -151,7 +153,7 @@ class Search:
 
     @property
     def _state(self) -> State:
-        return self.pinned, self.hosted, self.cautious, self.updates_last
+        return self.pinned, self.hosted, self.cautious, self.updates_last, self.prefetch
 
     def settle_more(self, wanted: bool) -> None:
         """From now on keep to what XLA follows closely, or not.
@@ -174,14 +176,16 @@ class Search:
             self.settle_more(cautious)
 
     @contextlib.contextmanager
-    def hosting(self, hosted: frozenset[int], *, updates_last: bool) -> Iterator[None]:
+    def hosting(
+        self, hosted: frozenset[int], *, updates_last: bool, prefetch: int = PREFETCH
+    ) -> Iterator[None]:
         """Search with these leaves in host memory meanwhile, updated when ready or last."""
-        before = self.hosted, self.updates_last
-        self.hosted, self.updates_last = hosted, updates_last
+        before = self.hosted, self.updates_last, self.prefetch
+        self.hosted, self.updates_last, self.prefetch = hosted, updates_last, prefetch
         try:
             yield
         finally:
-            self.hosted, self.updates_last = before
+            self.hosted, self.updates_last, self.prefetch = before
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""
@@ -211,6 +215,8 @@ class Search:
         here = solver, segments, offload, hosted | self.hosted
         last = self.updates_last and self.scheduler.updates_early(self.program.hosting(here[-1]))
         asked = Solution(keep, 0, 0.0, *here, settle=self.settle, updates_last=last)
+        if asked.hosted or offload:
+            asked = replace(asked, prefetch=self.prefetch)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(
@@ -263,6 +269,7 @@ class Search:
             settle=solution.settle,
             updates_last=solution.updates_last,
             slack_seconds=solution.slack_seconds,
+            prefetch=solution.prefetch,
         )
 
     def bases(self) -> list[Solution]:
@@ -271,7 +278,7 @@ class Search:
             with self.deadline.running():
                 found = [
                     replace(self.on_paper(keep), solver=name, why=why)
-                    for name, keep, why in self._base_keeps()
+                    for name, keep, why in base_keeps(self.choices, total=self.ruled.total)
                 ]
             found.sort(key=lambda s: (s.temp_bytes, s.seconds))
             self._bases[self._state] = found
@@ -439,10 +446,3 @@ class Search:
         if self._state not in self._segmented:
             self._segmented[self._state] = self.bodies.in_segments()
         return self._segmented[self._state]
-
-    def _base_keeps(self) -> Iterator[tuple[str, KeptSets, str]]:
-        if self.ruled.total and self.choices:
-            yield "policy", {c.turn: frozenset() for c in self.choices}, _WHY_POLICY
-            return
-        for name, keep in simple_keeps(self.choices):
-            yield name, keep, WHY

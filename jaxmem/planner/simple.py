@@ -9,10 +9,22 @@ from jaxmem.planner.fill import KeptSets
 
 BLOCKS = "recompute per block"
 WHY = "a simple answer"
+_WHY_POLICY = "the policy decides about every value"
 _STRIDES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def simple_keeps(choices: Sequence[TurnChoices]) -> Iterator[tuple[str, KeptSets]]:
+def base_keeps(
+    choices: Sequence[TurnChoices], *, total: bool
+) -> Iterator[tuple[str, KeptSets, str]]:
+    """The kept sets of all, with names and why; nothing where a policy decides in ``total``."""
+    if total and choices:
+        yield "policy", {c.turn: frozenset() for c in choices}, _WHY_POLICY
+        return
+    for name, keep in _simple_keeps(choices):
+        yield name, keep, WHY
+
+
+def _simple_keeps(choices: Sequence[TurnChoices]) -> Iterator[tuple[str, KeptSets]]:
     """The kept set of each, with its name: every so many valleys, then the stock policies."""
     if not choices:
         return

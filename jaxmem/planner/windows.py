@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxmem.planner.decisions import PREFETCH
 from jaxmem.planner.facts import Facts
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Value
 
 # Chosen, not measured: one copy on its link while the one before it is used. Counted in bytes, as
 # so many times the largest copy: small ones do not fill the device.
-MOST_ON_THE_WAY = 4
+MOST_ON_THE_WAY = PREFETCH
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ class Copies:
         return Windows(land=made)
 
     def well_placed(
-        self, seconds: Sequence[float], rates: Rates, slack_seconds: float = 0.0
+        self,
+        seconds: Sequence[float],
+        rates: Rates,
+        slack_seconds: float = 0.0,
+        prefetch: int = PREFETCH,
     ) -> Windows:
         """When each transfer should run, judged by how long what was written out takes.
 
@@ -72,12 +77,14 @@ class Copies:
             seconds: of each operation that was written out.
             rates: of the links.
             slack_seconds: each may take so long, from when its value is made or until it is needed.
+            prefetch: so many of the largest copies back may be on the way; 0 for each from where
+                it is needed on.
         """
         clock = list(itertools.accumulate(seconds, initial=0.0))
         after = [clock[bound] for bound in self.bounds]
         return Windows(
             self._landings(after, rates, slack_seconds),
-            self._arrivals([0.0, *after], rates, slack_seconds),
+            self._arrivals([0.0, *after], rates, slack_seconds, prefetch) if prefetch else {},
         )
 
     def _position(self, value: Value) -> int:
@@ -102,7 +109,7 @@ class Copies:
     ) -> dict[int, tuple[Value, ...]]:
         free, land = 0.0, {}
         leaving = self.leaving
-        room = _room(leaving)
+        room = MOST_ON_THE_WAY * _largest(leaving)
         for number, value in enumerate(leaving):
             index = self._position(value)
             made = after[index] if index >= 0 else 0.0
@@ -117,11 +124,11 @@ class Copies:
         return land
 
     def _arrivals(
-        self, before: Sequence[float], rates: Rates, slack: float
+        self, before: Sequence[float], rates: Rates, slack: float, prefetch: int
     ) -> dict[int, tuple[Value, ...]]:
         fetch: dict[int, tuple[Value, ...]] = {}
         values = [value for value, _ in self.fetched]
-        room = _room(values)
+        room = prefetch * _largest(values)
         for number in range(len(self.fetched) - 1, -1, -1):
             value, index = self.fetched[number]
             start = before[-1]
@@ -139,9 +146,8 @@ class Copies:
         return fetch
 
 
-def _room(values: Iterable[Value]) -> int:
-    """Bytes that may be on the way at once."""
-    return MOST_ON_THE_WAY * max((v.nbytes for v in values), default=0)
+def _largest(values: Iterable[Value]) -> int:
+    return max((v.nbytes for v in values), default=0)
 
 
 def _together(values: Iterable[Value], room: int) -> int:

@@ -99,11 +99,10 @@ class WithHost:
         filled = filler.best(sorted(starts, key=lambda s: s.cost)[:_MOST_STARTS], aim)
         return replace(filled, solver="loops carry through host memory", why=_WHY_CARRIED)
 
-    def smallest(self) -> Solution | None:
-        """The smallest with what loops carry in host memory; ``None`` where there is no such."""
+    def simple(self) -> list[Solution]:
+        """The simple answers with what loops carry in host memory; none where that is nothing."""
         away = self._carried_away()
-        starts = [self.search.judged(s) for s in self._starts(away)] if away else []
-        return min(starts, key=lambda s: (s.temp_bytes, s.seconds), default=None)
+        return [self.search.judged(s) for s in self._starts(away)] if away else []
 
     def _starts(self, away: Keep) -> Iterator[Solution]:
         """The simple answers with what loops carry in host memory."""

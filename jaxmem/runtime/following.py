@@ -9,9 +9,9 @@ from jaxmem.errors import ArgumentError, PlanMismatchError, VerificationError
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.plan import Plan
+from jaxmem.planner.retimed import retimed
 from jaxmem.planner.schedule import StillKept, Turn
 from jaxmem.planner.segments import refusal, splittable
-from jaxmem.planner.slack import with_slack
 from jaxmem.program.ir import Program
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import NOTHING
@@ -82,7 +82,8 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
         return None
     compiler.search.settle_more(plan.settled)
     try:
-        with compiler.search.hosting(hosted, updates_last=plan.updates_last):
+        how = {"updates_last": plan.updates_last, "prefetch": plan.prefetch}
+        with compiler.search.hosting(hosted, **how):
             found = compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
         return _with_slack(compiler, plan, found) if plan.slack_seconds else found
     except ArgumentError as error:
@@ -97,7 +98,7 @@ def _with_slack(compiler: Compiler, plan: Plan, found: Solution) -> Solution:
             f"the plan for {plan.function} gives each copy outside loops {plan.slack_seconds:g} s, "
             "and there is none. Plan again."
         )
-    return with_slack(compiler.search, found, plan.slack_seconds)
+    return retimed(compiler.search, found, slack_seconds=plan.slack_seconds)
 
 
 def _check_owner(compiler: Compiler, plan: Plan) -> None:

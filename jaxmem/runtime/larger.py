@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmem.planner.decisions import Decision, Larger, Round
+from jaxmem.planner.decisions import PREFETCH, Decision, Larger, Round
 from jaxmem.planner.fill import Solution
+from jaxmem.planner.retimed import retimed
 from jaxmem.planner.search import Search
-from jaxmem.planner.slack import with_slack
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.targets.compiling import Compiled
 from jaxmem.units import GIB
@@ -43,7 +43,7 @@ def larger(
         return None
     # What is searched has no slack.
     if solution.slack_seconds:
-        solution = with_slack(compiler.search, solution, 0.0)
+        solution = retimed(compiler.search, solution, slack_seconds=0.0)
     # With less than the smallest value that is recomputed nothing can change.
     each = [d.nbytes // d.count for d in decisions if d.recomputed and d.again_seconds]
     more = min(missing, max(min(GIB, missing // _PART), min(each, default=1), 1))
@@ -63,7 +63,8 @@ def larger(
 def _solve(search: Search, solution: Solution, limit_bytes: int) -> Solution | None:
     """With the same arguments in host memory, and as much of it for values."""
     found = []
-    for updates_last in {False, solution.updates_last}:
-        with search.hosting(solution.hosted, updates_last=updates_last):
+    last, prefetch = solution.updates_last, solution.prefetch
+    for how in dict.fromkeys([(False, PREFETCH), (last, PREFETCH), (last, prefetch)]):
+        with search.hosting(solution.hosted, updates_last=how[0], prefetch=how[1]):
             found.append(search.solve(limit_bytes, solution.host_bytes))
     return min((s for s in found if s is not None), key=lambda s: s.cost, default=None)

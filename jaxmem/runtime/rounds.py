@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError
+from jaxmem.planner.decisions import PREFETCH
 from jaxmem.planner.fill import Solution
 from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
@@ -135,6 +136,7 @@ class _Rounds(Slack):
         return self._outcome()
 
     def _outcome(self) -> Outcome:
+        self.sooner()
         self.overlap()
         self.loosen()
         if self.bench is None:
@@ -316,9 +318,11 @@ class _Rounds(Slack):
             either = any(map(host.updates_early, sets[-1:]))
             most = _MOST_WITH_HOST // (1 + either)
             self._fewest_in_host_memory(sets, most, updates_last=False)
+            hosted = [leaves for leaves in sets if leaves]
             if not self.fitting and either:
-                hosted = [leaves for leaves in sets if leaves]
                 self._fewest_in_host_memory(hosted, most, updates_last=True)
+            if not self.fitting:
+                self._fewest_in_host_memory(hosted, most, updates_last=False, prefetch=0)
         self.reserved = 0
         if self.fitting:
             return
@@ -326,11 +330,17 @@ class _Rounds(Slack):
         named = host.smallest()
         for done, smallest in enumerate(named, 1):
             self.reserved = len(named) - done
+            self.scale = self.unscaled
             if not self.fitting and smallest.key not in self.tried and self.left() > 0:
                 self._attempt_with_host(smallest)
 
     def _fewest_in_host_memory(
-        self, sets: Sequence[frozenset[int]], most: int, *, updates_last: bool
+        self,
+        sets: Sequence[frozenset[int]],
+        most: int,
+        *,
+        updates_last: bool,
+        prefetch: int = PREFETCH,
     ) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
         first = 0
@@ -341,9 +351,8 @@ class _Rounds(Slack):
         for _ in range(most):
             if self.left() <= self.reserved:
                 break
-            found = self.host.fewest(
-                sets[first:], self._room, self.tried, updates_last=updates_last
-            )
+            how = {"updates_last": updates_last, "prefetch": prefetch}
+            found = self.host.fewest(sets[first:], self._room, self.tried, **how)
             if found is None:
                 break
             skipped, solution = found

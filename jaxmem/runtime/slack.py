@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxmem.planner.slack import with_slack
+from jaxmem.planner.retimed import retimed
 from jaxmem.program.ir import Block, Value
 from jaxmem.runtime.exposed import exposed
-from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
+from jaxmem.runtime.sooner import Sooner
 
 # Seconds that are tried, until one fits and is quicker.
 SLACKS = (6e-3, 5e-3, 4e-3)
@@ -27,7 +27,7 @@ SLACKS = (6e-3, 5e-3, 4e-3)
 _WORTH_IT, _GAIN = 1e-2, 1e-3
 
 
-class Slack(Overlaps):
+class Slack(Sooner):
     """The compiles of one budget."""
 
     def loosen(self) -> None:
@@ -40,7 +40,7 @@ class Slack(Overlaps):
         for seconds in SLACKS:
             if self.left() < 1:
                 return
-            loosened = with_slack(self.compiler.search, solution, seconds)
+            loosened = retimed(self.compiler.search, solution, slack_seconds=seconds)
             order = _order(self.compiler.block(loosened))
             predicted = chosen.predicted_bytes + loosened.temp_bytes - solution.temp_bytes
             if predicted <= self.budget and order not in orders:

@@ -16,7 +16,7 @@ from jaxmem.runtime.stream import Stream
 from jaxmem.targets.compiling import Compiled
 from jaxmem.units import format_bytes
 
-MOST_COMPILES = 13
+MOST_COMPILES = 15
 # Programs as quick as each other that differ by less than this share take the same memory.
 _SAME_BYTES = 0.01
 
