@@ -29,7 +29,7 @@ class Kernel:
         repeatable: whether it may run again.
         working_bytes: bytes that live only while it runs.
         in_place: whether a result may take the place of an operand that dies here.
-        spared: operands whose place it cannot take, because it reads them in another order.
+        spared: operands whose place it cannot take.
     """
 
     seconds: float

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmem
 from jaxmem.errors import Holder
-from jaxmem.planner.decisions import Decision, Kept, Larger, Round, Segmented, Streamed
+from jaxmem.planner.decisions import PREFETCH, Decision, Kept, Larger, Round, Segmented, Streamed
 from jaxmem.planner.plan import Plan
 from tests.fitted_steps import tanh_chain
 
@@ -84,13 +84,16 @@ def plain_instances(cls):
         # Of what is not hosted it is not said when it is updated.
         given_fields["hosted"] = st.lists(st.text(), min_size=1).map(tuple)
         given_fields["slack_seconds"] = st.floats(0, 9)
-        return st.builds(cls, **given_fields).map(without_slack_in_pieces)
+        given_fields["prefetch"] = st.integers(0, PREFETCH)
+        return st.builds(cls, **given_fields).map(untimed_in_pieces)
     return st.builds(cls, **given_fields)
 
 
-def without_slack_in_pieces(plan: Plan) -> Plan:
-    """No copy of one program is given anything where a step runs in pieces."""
-    return plan if plan.streamed is None else dataclasses.replace(plan, slack_seconds=0.0)
+def untimed_in_pieces(plan: Plan) -> Plan:
+    """Of copies of one program nothing is said where a step runs in pieces."""
+    if plan.streamed is None:
+        return plan
+    return dataclasses.replace(plan, slack_seconds=0.0, prefetch=PREFETCH)
 
 
 @given(instances(Plan))
@@ -249,7 +252,7 @@ def test_each_type_is_refused_in_each_field(full: dict):
         (("segments", 0, "counts"), [0], r"segments\[0\]\.counts is \(0,\), not numbers of 1"),
         (("microbatches",), 0, "microbatches is 0, not 1 or more"),
         (("larger",), {"more_bytes": 0, "saved_seconds": 1.0}, r"larger\.more_bytes is 0, not 1"),
-        (("schema_version",), 5, "schema version 5, this jaxmem reads 13"),
+        (("schema_version",), 5, "schema version 5, this jaxmem reads 14"),
     ],
 )
 def test_what_a_damaged_file_says(full: dict, where, value, message: str):

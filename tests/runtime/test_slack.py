@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem
 from jaxmem import policies
 from jaxmem.planner.plan import Plan
-from jaxmem.planner.slack import with_slack
+from jaxmem.planner.retimed import retimed
 from jaxmem.program.ir import Block
 from jaxmem.runtime import slack, tries
 from jaxmem.runtime.compiler import Compiler
@@ -40,7 +40,7 @@ def run(planned: Plan, monkeypatch: pytest.MonkeyPatch, waits: dict[float, float
     assert solution is not None
     given = {}
     for seconds in (0.0, *SLACKS):
-        block = compiler.block(with_slack(compiler.search, solution, seconds))
+        block = compiler.block(retimed(compiler.search, solution, slack_seconds=seconds))
         given[slack._order(block)] = seconds
     assert len(given) == 1 + len(SLACKS), "each is another program"
 
@@ -86,7 +86,9 @@ def test_what_does_not_fit_is_not_taken(planned, monkeypatch):
     before, compiler = started.best(), started.compiler
     assert before.solution is not None
     options = compiler.options_of(before.compiled)
-    loosened = [with_slack(compiler.search, before.solution, seconds) for seconds in SLACKS]
+    loosened = [
+        retimed(compiler.search, before.solution, slack_seconds=seconds) for seconds in SLACKS
+    ]
     programs = [compiler.compile(solution, options=options) for solution in loosened]
     total = min(program.memory.total_bytes for program in programs)
     # On paper it fits: only the compiler's bytes say that it does not.
