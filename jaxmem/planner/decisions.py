@@ -7,8 +7,17 @@ from typing import Literal
 
 Action = Literal["keep", "recompute", "offload"]
 
-# So many of the largest copies may be on the way from host memory unless a plan says otherwise.
-PREFETCH = 4
+InFlight = tuple[int, int]
+"""How many of the largest copies to host memory, and back from it, may be on the way at once.
+
+With 0 each copy there ends where its value is made, and each copy back starts where it is needed.
+"""
+
+# Chosen, not measured: one copy on its link while the one before it is used. Counted in bytes, as
+# so many times the largest copy: small ones do not fill the device.
+MOST_IN_FLIGHT = 4
+IN_FLIGHT: InFlight = (MOST_IN_FLIGHT, MOST_IN_FLIGHT)
+AT_ONCE: InFlight = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("arguments in host memory", _listed(plan.hosted), _listed(other.hosted)),
         ("updates of those", _updates(plan), _updates(other)),
         ("policy", _policy(plan), _policy(other)),
-        ("fetched before it is needed", _prefetch(plan), _prefetch(other)),
+        ("largest copies on their way", _in_flight(plan), _in_flight(other)),
         ("compiler options", _options(plan), _options(other)),
         ("mesh", _mesh(plan), _mesh(other)),
         ("arguments split otherwise", *_split(plan, other)),
@@ -209,8 +209,9 @@ def _updates(plan: Plan) -> str:
     return f"{s.updates} pieces, gradients in {s.stages} stages"
 
 
-def _prefetch(plan: Plan) -> str:
-    return f"{plan.prefetch} of the largest" if plan.prefetch else "nothing"
+def _in_flight(plan: Plan) -> str:
+    sent, fetched = plan.in_flight
+    return f"{sent} there, {fetched} back"
 
 
 def _policy(plan: Plan) -> str:

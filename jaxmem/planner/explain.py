@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanQueryError
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT
 from jaxmem.policies.selector import module_matches
 from jaxmem.units import GIB, format_budget, format_bytes, format_seconds
 
@@ -273,9 +273,12 @@ def _in_host_memory(plan: Plan) -> Iterator[str]:
         )
     if plan.updates_last:
         yield "they are updated after all else: in the backward pass did not fit where it was tried"
-    if plan.prefetch != PREFETCH:
-        most = f"at most {plan.prefetch} of the largest at once" if plan.prefetch else "one by one"
-        yield f"copies come back late, {most}: what is on its way takes room"
+    if plan.in_flight != IN_FLIGHT:
+        sent, fetched = plan.in_flight
+        yield (
+            f"at most {sent} of the largest copies are on their way to the host at once, and "
+            f"{fetched} back: what is on its way takes room"
+        )
     if plan.slack_seconds:
         given = format_seconds(plan.slack_seconds)
         yield f"copies are given up to {given} each: the compiler starts those with less too late"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxmem.planner.candidates import Candidate
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.segments import Segments
 
@@ -35,8 +35,8 @@ class Solution:
             their gradients are there.
         slack_seconds: what every copy of the outermost line is given, as far as turns and the
             copies around it allow.
-        prefetch: so many of the largest copies back may be on the way, outside pairs of scans; 0
-            for each from where it is needed on.
+        in_flight: so many of the largest copies to the host, and back, may be on the way at once,
+            outside pairs of scans.
         why: why that solver, and how it ended, in words.
         bound_seconds: within the bytes that the search was given no program is faster on paper
             that makes values again at one turn; ``None`` where that is not known.
@@ -53,7 +53,7 @@ class Solution:
     settle: bool = False
     updates_last: bool = False
     slack_seconds: float = 0.0
-    prefetch: int = PREFETCH
+    in_flight: InFlight = IN_FLIGHT
     why: str = ""
     bound_seconds: float | None = None
 
@@ -64,10 +64,10 @@ class Solution:
         hosted = [("hosted", position) for position in self.hosted]
         how = ["settle"] * self.settle + ["updates last"] * (self.updates_last and bool(hosted))
         slack = [("slack", self.slack_seconds)] * (self.slack_seconds > 0)
-        moves = bool(away or hosted) and self.prefetch != PREFETCH
-        prefetch = [("prefetch", self.prefetch)] * moves
+        moves = bool(away or hosted) and self.in_flight != IN_FLIGHT
+        in_flight = [("in_flight", self.in_flight)] * moves
         decided = *self.keep.items(), *self.segments.items(), *away, *hosted
-        return frozenset([*decided, *how, *slack, *prefetch])
+        return frozenset([*decided, *how, *slack, *in_flight])
 
     @property
     def cost(self) -> tuple[float, int]:

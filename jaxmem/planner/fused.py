@@ -14,7 +14,6 @@ from jaxmem.planner.problem import Turn as ProblemTurn
 from jaxmem.planner.schedule import Keep, StillKept, Turn
 from jaxmem.planner.simulate import IN_PLACE, Simulator
 from jaxmem.planner.transfers import FEWEST_MOVED
-from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind
 
@@ -105,7 +104,7 @@ def fused_line(
         simulator: gives seconds and working bytes of single operations.
         repeatable: whether an operation may run again.
     """
-    fusion = fuse(block.inputs, ops, block.outputs)
+    fusion = simulator.fused(block, ops)
     results = {r for v in block.outputs if isinstance(v, Value) for r in fusion.roots[v]}
     numbers: dict[Value, int] = {}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxmem.planner.simulate import Simulation, Simulator, last_read, written_over
-from jaxmem.program.fusion import Fusion, fuse
+from jaxmem.program.fusion import Fusion
 from jaxmem.program.ir import Block, Value
 
 # What is smaller is packed with the rest: all of it together is next to nothing.
@@ -53,7 +53,7 @@ def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]
         donated: inputs of it whose memory results may take.
     """
     simulation = simulator.step(block)
-    fusion = fuse(block.inputs, block.ops, block.outputs)
+    fusion = simulator.fused(block)
     timeline = list(simulation.timeline)
     places = _places(block, fusion, simulation, donated)
     for span in placed(_temporaries(block, fusion, simulation), places):

@@ -14,8 +14,10 @@ from jaxmem.displayed import Displayed
 from jaxmem.errors import Holder, PlanMismatchError
 from jaxmem.files import replacing
 from jaxmem.planner.decisions import (
-    PREFETCH,
+    IN_FLIGHT,
+    MOST_IN_FLIGHT,
     Decision,
+    InFlight,
     Kept,
     Larger,
     Round,
@@ -73,8 +75,9 @@ class Plan(Displayed):
             as their gradients are there were tried and did not fit.
         slack_seconds: what each copy to or from the host is given, as far as turns and the copies
             around it allow; 0 where it has what it takes on paper.
-        prefetch: so many of the largest copies from the host may be on the way outside pairs of
-            scans; 0 where each starts where it is needed, which takes least.
+        in_flight: so many of the largest copies to host memory, and back from it, may be on the way
+            at once outside pairs of scans; with 0 each copy there ends where its value is made, and
+            each copy back starts where it is needed.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.
@@ -121,7 +124,7 @@ class Plan(Displayed):
     settled: bool = False
     updates_last: bool = False
     slack_seconds: float = 0.0
-    prefetch: int = PREFETCH
+    in_flight: InFlight = IN_FLIGHT
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""
@@ -269,10 +272,10 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     moves = plan.streamed is None and (plan.hosted or any(k.offloaded for k in plan.kept))
     if plan.slack_seconds and not moves:
         yield "slack_seconds", plan.slack_seconds, "0 where no program moves anything"
-    if plan.prefetch != PREFETCH and not moves:
-        yield "prefetch", plan.prefetch, f"{PREFETCH} where no program moves anything"
-    if not 0 <= plan.prefetch <= PREFETCH:
-        yield "prefetch", plan.prefetch, f"from 0 to {PREFETCH}"
+    if plan.in_flight != IN_FLIGHT and not moves:
+        yield "in_flight", plan.in_flight, f"{[*IN_FLIGHT]} where no program moves anything"
+    if max(plan.in_flight) > MOST_IN_FLIGHT:
+        yield "in_flight", plan.in_flight, f"{MOST_IN_FLIGHT} at most, each way"
     if plan.slack_seconds == math.inf:
         yield "slack_seconds", plan.slack_seconds, "a finite number"
     if plan.larger is not None and plan.larger.more_bytes < 1:

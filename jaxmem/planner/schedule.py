@@ -20,7 +20,7 @@ from operator import is_not
 
 from jaxmem.errors import ArgumentError
 from jaxmem.planner.ahead import one_ahead
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.facts import Facts
 from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
@@ -65,7 +65,7 @@ class _Wanted:
     settle: bool = False
     updates_last: bool = False
     slack_seconds: float = 0.0
-    prefetch: int = PREFETCH
+    in_flight: InFlight = IN_FLIGHT
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
@@ -76,8 +76,8 @@ class _Wanted:
             hosted = [(self.hosting, self.updates_last)]
         pairs = [item for item in self.segments.items() if _inside(item[0], path)]
         decided = [*found, *away, *hosted, *pairs]
-        if (away or hosted) and self.prefetch != PREFETCH:
-            decided.append(("prefetch", self.prefetch))
+        if (away or hosted) and self.in_flight != IN_FLIGHT:
+            decided.append(("in_flight", self.in_flight))
         if decided and self.settle:
             decided.append("settle")
         return frozenset(decided)
@@ -123,7 +123,7 @@ class Scheduler:
         settle: bool = False,
         updates_last: bool = False,
         slack_seconds: float = 0.0,
-        prefetch: int = PREFETCH,
+        in_flight: InFlight = IN_FLIGHT,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -139,8 +139,8 @@ class Scheduler:
             updates_last: update what is in host memory after all else, and not when it is ready.
             slack_seconds: give every copy of the outermost line so long, as far as turns and the
                 copies around it allow.
-            prefetch: outside pairs of scans so many of the largest copies back may be on the way;
-                0 for each from where it is needed on.
+            in_flight: outside pairs of scans so many of the largest copies to the host, and back,
+                may be on the way at once.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -155,7 +155,7 @@ class Scheduler:
         if refused:
             raise ValueError(refused)
         wanted = _Wanted(
-            keep, offload, hosting, segments, settle, updates_last, slack_seconds, prefetch
+            keep, offload, hosting, segments, settle, updates_last, slack_seconds, in_flight
         )
         return self._block(self.nest, wanted)
 
@@ -246,7 +246,7 @@ class Scheduler:
             ).run()
         moved = moved_of(facts, turns, away, hosting, [made for _, made in updates])
         slack = wanted.slack_seconds if nest is self.nest else 0.0
-        return self._transfers(facts, turns, moved, slack, wanted.prefetch, barriers=barriers)
+        return self._transfers(facts, turns, moved, slack, wanted.in_flight, barriers=barriers)
 
     def _transfers(
         self,
@@ -254,7 +254,7 @@ class Scheduler:
         turns: Turns,
         moved: Moved,
         slack: float,
-        prefetch: int,
+        in_flight: InFlight,
         *,
         barriers: bool,
     ) -> tuple[Block, int]:
@@ -267,7 +267,7 @@ class Scheduler:
         windows = copies.at_once()
         if self.simulator is not None:
             seconds = self.simulator.seconds_of(first.given, first.emitted, facts.block.outputs)
-            windows = copies.well_placed(seconds, self.simulator.rates, slack, prefetch)
+            windows = copies.well_placed(seconds, self.simulator.rates, slack, in_flight)
         return TransferLevel(facts, turns, first.used(), windows, barriers=barriers).run()
 
     def _with_loops(self, nest: Nest, wanted: _Wanted) -> list[Op]:

@@ -19,7 +19,7 @@ from operator import attrgetter
 from jaxmem.planner.bodies import BodySolver
 from jaxmem.planner.candidates import TurnChoices, carried, choices
 from jaxmem.planner.deadline import Deadline
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Filler, KeptSets, Members, Solution
 from jaxmem.planner.fused import FusedLine, fused_line
@@ -38,9 +38,9 @@ from jaxmem.program.loops import Nest, nest
 
 __all__ = ["Search", "Solution"]
 
-State = tuple[frozenset[str], frozenset[int], bool, bool, int]
-"""What is pinned and hosted, whether to settle and to update last, and the prefetch: what was found
-belongs to it."""
+State = tuple[frozenset[str], frozenset[int], bool, bool, InFlight]
+"""What is pinned and hosted, whether to settle and to update last, how many copies are in flight:
+what was found belongs to it."""
 
 _NOTHING: Keep = {}
 _WHOLE: Segments = {}
@@ -78,7 +78,7 @@ class Search:
         hosted: argument leaves that live in host memory, by their positions.
         settle: whether schedules write out more element-wise results early.
         updates_last: whether hosted leaves are updated after all else.
-        prefetch: how many of the largest copies back from the host may be on the way.
+        in_flight: how many of the largest copies to the host, and back, may be on the way.
         ruled: what a policy decides; it holds in every solution that is found.
         deadline: when its time is over, only the simple answers are found.
     """
@@ -119,7 +119,7 @@ class Search:
         )
         self.pinned: frozenset[str] = frozenset()
         self.hosted: frozenset[int] = frozenset()
-        self.updates_last, self.prefetch = False, PREFETCH
+        self.updates_last, self.in_flight = False, IN_FLIGHT
         self.settle = self.cautious = False
         self._simulated: dict[frozenset, Solution] = {}
         self._bases: dict[State, list[Solution]] = {}
@@ -153,7 +153,7 @@ class Search:
 
     @property
     def _state(self) -> State:
-        return self.pinned, self.hosted, self.cautious, self.updates_last, self.prefetch
+        return self.pinned, self.hosted, self.cautious, self.updates_last, self.in_flight
 
     def settle_more(self, wanted: bool) -> None:
         """From now on keep to what XLA follows closely, or not.
@@ -177,15 +177,15 @@ class Search:
 
     @contextlib.contextmanager
     def hosting(
-        self, hosted: frozenset[int], *, updates_last: bool, prefetch: int = PREFETCH
+        self, hosted: frozenset[int], *, updates_last: bool, in_flight: InFlight = IN_FLIGHT
     ) -> Iterator[None]:
         """Search with these leaves in host memory meanwhile, updated when ready or last."""
-        before = self.hosted, self.updates_last, self.prefetch
-        self.hosted, self.updates_last, self.prefetch = hosted, updates_last, prefetch
+        before = self.hosted, self.updates_last, self.in_flight
+        self.hosted, self.updates_last, self.in_flight = hosted, updates_last, in_flight
         try:
             yield
         finally:
-            self.hosted, self.updates_last, self.prefetch = before
+            self.hosted, self.updates_last, self.in_flight = before
 
     def unpin(self) -> None:
         """Forget what was pinned: what is found next depends on nothing that came before."""
@@ -216,7 +216,7 @@ class Search:
         last = self.updates_last and self.scheduler.updates_early(self.program.hosting(here[-1]))
         asked = Solution(keep, 0, 0.0, *here, settle=self.settle, updates_last=last)
         if asked.hosted or offload:
-            asked = replace(asked, prefetch=self.prefetch)
+            asked = replace(asked, in_flight=self.in_flight)
         if asked.key not in self._simulated:
             ran = self.simulator.step(self.schedule(asked))
             self._simulated[asked.key] = replace(
@@ -269,7 +269,7 @@ class Search:
             settle=solution.settle,
             updates_last=solution.updates_last,
             slack_seconds=solution.slack_seconds,
-            prefetch=solution.prefetch,
+            in_flight=solution.in_flight,
         )
 
     def bases(self) -> list[Solution]:

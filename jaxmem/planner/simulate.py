@@ -89,6 +89,13 @@ class Simulator:
     _inner: dict[Op, int] = field(default_factory=dict)
     _seconds: dict[Op, float] = field(default_factory=dict)
 
+    def fused(self, block: Block, ops: Sequence[Op] | None = None) -> Fusion:
+        """What is a buffer of a block's own operations, or of ``ops`` that stand for them."""
+        return self._fuse(block.inputs, block.ops if ops is None else ops, block.outputs)
+
+    def _fuse(self, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
+        return fuse(inputs, ops, outputs, barriers_keep=self.rates.barriers_keep)
+
     def step(self, block: Block) -> Simulation:
         """Simulate the whole step: its results have buffers of their own."""
         held = {v for v in block.outputs if isinstance(v, Value) and not v.host}
@@ -121,7 +128,7 @@ class Simulator:
         written: Sequence[Atom] = (),
         repeated: bool = False,
     ) -> Simulation:
-        fusion = fuse(inputs, ops, outputs)
+        fusion = self._fuse(inputs, ops, outputs)
         roots, kinds = fusion.roots, fusion.kinds
         ends = _ends(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}
@@ -163,7 +170,7 @@ class Simulator:
         self, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]
     ) -> list[float]:
         """Predicted time of each operation of a line; transfers take none of the line's own."""
-        fusion = fuse(inputs, ops, outputs)
+        fusion = self._fuse(inputs, ops, outputs)
         return [
             self.seconds(op, kind, fusion) if made else 0.0
             for op, kind, made in zip(ops, fusion.kinds, fusion.made, strict=True)
@@ -260,7 +267,7 @@ class Simulator:
             body, first = loop.body, loop.num_consts + loop.num_carry
             slices = {v for v in body.inputs[first:] if v.nbytes}
             carried = loop.num_carry - loop.filled
-            fusion = fuse(body.inputs, body.ops, body.outputs[:carried])
+            fusion = self._fuse(body.inputs, body.ops, body.outputs[:carried])
             written = [v for v in body.outputs[carried:] if isinstance(v, Value) and v.nbytes]
             moved = sum(v.nbytes + sum(r.nbytes for r in fusion.roots[v]) for v in written)
             copied: dict[Value, None] = {}

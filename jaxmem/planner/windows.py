@@ -7,14 +7,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.facts import Facts
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Value
-
-# Chosen, not measured: one copy on its link while the one before it is used. Counted in bytes, as
-# so many times the largest copy: small ones do not fill the device.
-MOST_ON_THE_WAY = PREFETCH
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Copies:
         seconds: Sequence[float],
         rates: Rates,
         slack_seconds: float = 0.0,
-        prefetch: int = PREFETCH,
+        in_flight: InFlight = IN_FLIGHT,
     ) -> Windows:
         """When each transfer should run, judged by how long what was written out takes.
 
@@ -77,14 +73,15 @@ class Copies:
             seconds: of each operation that was written out.
             rates: of the links.
             slack_seconds: each may take so long, from when its value is made or until it is needed.
-            prefetch: so many of the largest copies back may be on the way; 0 for each from where
-                it is needed on.
+            in_flight: so many of the largest copies there, and back, may be on the way.
         """
         clock = list(itertools.accumulate(seconds, initial=0.0))
         after = [clock[bound] for bound in self.bounds]
+        sent, fetched = in_flight
+        before = [0.0, *after]
         return Windows(
-            self._landings(after, rates, slack_seconds),
-            self._arrivals([0.0, *after], rates, slack_seconds, prefetch) if prefetch else {},
+            self._landings(after, rates, slack_seconds, sent) if sent else self.at_once().land,
+            self._arrivals(before, rates, slack_seconds, fetched) if fetched else {},
         )
 
     def _position(self, value: Value) -> int:
@@ -105,11 +102,11 @@ class Copies:
         return self.facts.kernel_end[index]
 
     def _landings(
-        self, after: Sequence[float], rates: Rates, slack: float
+        self, after: Sequence[float], rates: Rates, slack: float, most: int
     ) -> dict[int, tuple[Value, ...]]:
         free, land = 0.0, {}
         leaving = self.leaving
-        room = MOST_ON_THE_WAY * _largest(leaving)
+        room = most * _largest(leaving)
         for number, value in enumerate(leaving):
             index = self._position(value)
             made = after[index] if index >= 0 else 0.0
@@ -124,11 +121,11 @@ class Copies:
         return land
 
     def _arrivals(
-        self, before: Sequence[float], rates: Rates, slack: float, prefetch: int
+        self, before: Sequence[float], rates: Rates, slack: float, most: int
     ) -> dict[int, tuple[Value, ...]]:
         fetch: dict[int, tuple[Value, ...]] = {}
         values = [value for value, _ in self.fetched]
-        room = prefetch * _largest(values)
+        room = most * _largest(values)
         for number in range(len(self.fetched) - 1, -1, -1):
             value, index = self.fetched[number]
             start = before[-1]

@@ -37,6 +37,7 @@ class Rates:
             gradient of its kernel takes ``SUMMED`` of that.
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
             is as fast as alone.
+        barriers_keep: whether the compiler writes nothing over what comes from behind a barrier.
     """
 
     flops: Mapping[str, float]
@@ -47,6 +48,7 @@ class Rates:
     convolving: Mapping[str, float] = field(default_factory=dict)
     beside_seconds: float = 0.0
     duplex_bytes_per_second: float = 0.0
+    barriers_keep: bool = False
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""

@@ -7,12 +7,11 @@ of traced residuals are 17 GiB for XLA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
 
-from jaxmem._compat import BARRIERS_KEEP_PLACES
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing
 from jaxmem.program.primitives import Kind, kind_of
@@ -73,8 +72,17 @@ class Fusion:
         return written + sum([r.nbytes for r in read - passed])
 
 
-def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
-    """Decide for every value of ``ops`` whether it is a buffer."""
+def fuse(
+    inputs: Sequence[Value],
+    ops: Sequence[Op],
+    outputs: Sequence[Atom],
+    *,
+    barriers_keep: bool = False,
+) -> Fusion:
+    """Decide for every value of ``ops`` whether it is a buffer.
+
+    With ``barriers_keep`` nothing is written over what comes from behind a barrier.
+    """
     kinds = tuple([kind_of(op) for op in ops])
     added = _added_in_place(ops, outputs)
     demanded, readers = _demand(ops, kinds, outputs, added)
@@ -90,10 +98,7 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
             merged = _merged(op, roots)
             some = _parts(op, roots, parts)
             for result in op.outputs:
-                real = result in demanded or len(merged) > _MOST_ROOTS
-                if not real and readers.get(result, 0) > 1:
-                    read = sum([root.nbytes for root in merged])
-                    real = read > _SHARING_RATIO * result.nbytes
+                real = result in demanded or _is_shared(result, merged, readers)
                 if real:
                     written = (*written, result)
                 elif some is not None:
@@ -110,9 +115,21 @@ def fuse(inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) ->
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
         spared.append(away)
-        moved.update(_handed_on(op, roots, written, away))
+        if (op.barrier and barriers_keep) or op.transfer == "fetch":
+            moved.update((v, roots[v]) for v in op.outputs)
+        elif away:
+            moved.update((v, away) for v in op.outputs if v not in written)
     passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
     return Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed)
+
+
+def _is_shared(result: Value, merged: Sequence[Value], readers: Mapping[Value, int]) -> bool:
+    """Whether XLA writes a fused result, rather than have each reader read what it is made of."""
+    if len(merged) > _MOST_ROOTS:
+        return True
+    if readers.get(result, 0) <= 1:
+        return False
+    return sum([root.nbytes for root in merged]) > _SHARING_RATIO * result.nbytes
 
 
 def _moved(
@@ -133,18 +150,6 @@ def _moved(
     if op.name in _MOVING:
         found += [root for v in op.values for root in roots[v]]
     return tuple(dict.fromkeys(found)) if found else ()
-
-
-def _handed_on(
-    op: Op,
-    roots: dict[Value, tuple[Value, ...]],
-    written: tuple[Value, ...],
-    away: tuple[Value, ...],
-) -> dict[Value, tuple[Value, ...]]:
-    """Of what is behind each result of ``op``, what its readers cannot write over."""
-    if op.transfer == "fetch" or (op.barrier and BARRIERS_KEEP_PLACES):
-        return {v: roots[v] for v in op.outputs}
-    return {v: away for v in op.outputs if v not in written} if away else {}
 
 
 def _parts(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxmem._compat import BARRIERS_KEEP_PLACES
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
@@ -45,6 +46,7 @@ def rates_of(target: Target) -> Rates:
         convolving=_convolving(target),
         beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
         duplex_bytes_per_second=target.duplex_bytes_per_second,
+        barriers_keep=target.platform == "gpu" and BARRIERS_KEEP_PLACES,
     )
 
 

@@ -82,8 +82,8 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
         return None
     compiler.search.settle_more(plan.settled)
     try:
-        how = {"updates_last": plan.updates_last, "prefetch": plan.prefetch}
-        with compiler.search.hosting(hosted, **how):
+        last, most = plan.updates_last, plan.in_flight
+        with compiler.search.hosting(hosted, updates_last=last, in_flight=most):
             found = compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
         return _with_slack(compiler, plan, found) if plan.slack_seconds else found
     except ArgumentError as error:

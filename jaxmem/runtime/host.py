@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxmem._before_jax import USABLE_SHARE
 from jaxmem.errors import ArgumentError, BudgetError
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import AT_ONCE, IN_FLIGHT, InFlight
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.offloading import hostable
 from jaxmem.planner.retimed import retimed
@@ -29,6 +29,7 @@ _MOST_SETS, _MOST_COMPARED = 16, 3
 # So many of the smallest programs are compiled where nothing else fits; for one of them this share
 # of what the smallest simple answer takes is searched, and one is the quickest that is this near.
 MOST_SMALLEST, _BELOW, _NEAR = 4, 0.9, 1.05
+_FREER = (IN_FLIGHT, (IN_FLIGHT[0], 0), (0, IN_FLIGHT[1]))
 
 
 def host_memory(target: Target, wanted: int | None) -> int:
@@ -167,7 +168,7 @@ class OnHost:
         room: Callable[[int], int],
         *,
         updates_last: bool = False,
-        prefetch: int = PREFETCH,
+        in_flight: InFlight = IN_FLIGHT,
     ) -> Solution | None:
         """The fastest program with these leaves in host memory; ``None`` if none fits.
 
@@ -175,10 +176,10 @@ class OnHost:
             hosted: the leaves.
             room: temporary bytes that there are with so many bytes away.
             updates_last: they are updated after all else, and not as soon as that can be.
-            prefetch: so many of the largest copies back may be on the way.
+            in_flight: so many of the largest copies there, and back, may be on the way at once.
         """
         away = self.program.host_bytes(self.program.hosting(hosted))
-        with self.search.hosting(hosted, updates_last=updates_last, prefetch=prefetch):
+        with self.search.hosting(hosted, updates_last=updates_last, in_flight=in_flight):
             return self.search.solve(room(away), self.allowed - away)
 
     def fewest(
@@ -188,13 +189,13 @@ class OnHost:
         tried: Collection[frozenset],
         *,
         updates_last: bool,
-        prefetch: int = PREFETCH,
+        in_flight: InFlight = IN_FLIGHT,
     ) -> tuple[int, Solution] | None:
         """The first of growing ``sets`` with which something new fits on paper, by bisection."""
         low, high, found = 0, len(sets), None
         while low < high:
             middle = (low + high) // 2
-            how = {"updates_last": updates_last, "prefetch": prefetch}
+            how = {"updates_last": updates_last, "in_flight": in_flight}
             solution = self.solved(sets[middle], room, **how)
             if solution is None or solution.key in tried:
                 low = middle + 1
@@ -242,7 +243,7 @@ class OnHost:
         found: list[Solution] = []
         with self.search.afresh():
             for updates_last in orders:
-                how = {"updates_last": updates_last, "prefetch": 0}
+                how = {"updates_last": updates_last, "in_flight": AT_ONCE}
                 with self.search.hosting(most, **how):
                     found += self._smallest(most, left)[: MOST_SMALLEST // len(orders)]
         return sorted(map(self._early, found), key=lambda s: s.cost)
@@ -262,8 +263,9 @@ class OnHost:
         return list({s.key: s for s in (*first, *ordered)}.values())
 
     def _early(self, found: Solution) -> Solution:
-        """It, with its copies back as early as elsewhere if that takes no more."""
-        if found.prefetch == PREFETCH:
+        """It, with as many copies in flight as elsewhere, or one way, if that takes no more."""
+        if found.in_flight != AT_ONCE:
             return found
-        early = retimed(self.search, found, prefetch=PREFETCH)
-        return early if early.temp_bytes <= found.temp_bytes else found
+        freer = [retimed(self.search, found, in_flight=most) for most in _FREER]
+        same = [s for s in freer if s.temp_bytes <= found.temp_bytes and s.cost <= found.cost]
+        return min(same, key=lambda s: s.cost, default=found)

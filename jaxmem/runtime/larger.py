@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmem.planner.decisions import PREFETCH, Decision, Larger, Round
+from jaxmem.planner.decisions import IN_FLIGHT, Decision, Larger, Round
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.retimed import retimed
 from jaxmem.planner.search import Search
@@ -63,8 +63,8 @@ def larger(
 def _solve(search: Search, solution: Solution, limit_bytes: int) -> Solution | None:
     """With the same arguments in host memory, and as much of it for values."""
     found = []
-    last, prefetch = solution.updates_last, solution.prefetch
-    for how in dict.fromkeys([(False, PREFETCH), (last, PREFETCH), (last, prefetch)]):
-        with search.hosting(solution.hosted, updates_last=how[0], prefetch=how[1]):
+    last, in_flight = solution.updates_last, solution.in_flight
+    for how in dict.fromkeys([(False, IN_FLIGHT), (last, IN_FLIGHT), (last, in_flight)]):
+        with search.hosting(solution.hosted, updates_last=how[0], in_flight=how[1]):
             found.append(search.solve(limit_bytes, solution.host_bytes))
     return min((s for s in found if s is not None), key=lambda s: s.cost, default=None)

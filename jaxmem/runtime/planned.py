@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxmem.planner.decisions import PREFETCH, Decision, Kept, Round, Segmented
+from jaxmem.planner.decisions import IN_FLIGHT, Decision, Kept, Round, Segmented
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Plan
@@ -100,7 +100,7 @@ def plan_of(
         ),
         settled=solution is not None and solution.settle,
         updates_last=solution is not None and bool(solution.hosted) and solution.updates_last,
-        prefetch=PREFETCH if solution is None else solution.prefetch,
+        in_flight=IN_FLIGHT if solution is None else solution.in_flight,
         slack_seconds=0.0 if solution is None else solution.slack_seconds,
         hosted=tuple(
             program.arguments[n].path for n in sorted(solution.hosted if solution else ())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import AT_ONCE, IN_FLIGHT, InFlight
 from jaxmem.planner.fill import Solution
 from jaxmem.program.ir import has_transfers
 from jaxmem.runtime import describe, policed
@@ -322,7 +322,7 @@ class _Rounds(Slack):
             if not self.fitting and either:
                 self._fewest_in_host_memory(hosted, most, updates_last=True)
             if not self.fitting:
-                self._fewest_in_host_memory(hosted, most, updates_last=False, prefetch=0)
+                self._fewest_in_host_memory(hosted, most, updates_last=False, in_flight=AT_ONCE)
         self.reserved = 0
         if self.fitting:
             return
@@ -340,7 +340,7 @@ class _Rounds(Slack):
         most: int,
         *,
         updates_last: bool,
-        prefetch: int = PREFETCH,
+        in_flight: InFlight = IN_FLIGHT,
     ) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
         first = 0
@@ -351,7 +351,7 @@ class _Rounds(Slack):
         for _ in range(most):
             if self.left() <= self.reserved:
                 break
-            how = {"updates_last": updates_last, "prefetch": prefetch}
+            how = {"updates_last": updates_last, "in_flight": in_flight}
             found = self.host.fewest(sets[first:], self._room, self.tried, **how)
             if found is None:
                 break

@@ -1,12 +1,13 @@
-"""Programs that fetch from host memory where that is needed, and then earlier as far as that fits.
+"""Programs of which few copies are on the way at once, and then more as far as that fits.
 
-The smallest programs fetch nothing early: what is on its way takes room, and XLA:GPU starts such
-copies later than a schedule would, so less of it is there at the peak than on paper. What room the
-budget leaves the chosen one goes to earlier copies. A GPT of 1.3e9 parameters over four absent H200
-with rates that were measured on them (jax 0.11.2), with so many of the largest copies on their way:
+The smallest programs have no copy on its way beside anything else: what is on its way takes room,
+and XLA:GPU starts copies back later than a schedule would, so that less is there at the peak than
+on paper. What room the budget leaves the chosen program goes to copies. A GPT of 1.3e9 parameters
+over four absent H200 with rates that were measured on them (jax 0.11.2), with all its copies to the
+host and so many of the largest back on their way:
 
 ====  =========  ============  ===========
-most  predicted  compiled GiB  ms a step
+back  predicted  compiled GiB  ms a step
 ====  =========  ============  ===========
    0       5.08          5.08          579
    2       5.83          5.66          553
@@ -16,24 +17,40 @@ most  predicted  compiled GiB  ms a step
 
 from __future__ import annotations
 
-from jaxmem.planner.decisions import PREFETCH
+from jaxmem.planner.decisions import IN_FLIGHT
+from jaxmem.planner.fill import Solution
 from jaxmem.planner.retimed import retimed
 from jaxmem.runtime.overlaps import Overlaps
+
+# To the host and back; of those that fit on paper the quickest are compiled.
+_TRIED = (IN_FLIGHT, (4, 2), (4, 1), (4, 0), (2, 2), (1, 1))
+_MOST = 3
 
 
 class Sooner(Overlaps):
     """The compiles of one budget."""
 
     def sooner(self) -> None:
-        """Compile what fits with copies from the host as late as can be with earlier ones, too."""
-        chosen = self.best()
-        solution = chosen.solution
-        if solution is None or solution.prefetch:
+        """Compile what fits with few copies on their way with more of them, too."""
+        chosen = self.best().solution
+        if chosen is None or chosen.in_flight == IN_FLIGHT:
             return
-        for prefetch in (PREFETCH, PREFETCH // 2, 1):
-            earlier = retimed(self.compiler.search, solution, prefetch=prefetch)
+        for solution in self._with_more(chosen)[:_MOST]:
+            if self.left() > 0:
+                self.announce(solution)
+                sent, fetched = solution.in_flight
+                self.compile(f"{sent} copies out, {fetched} back", solution.temp_bytes, solution)
+
+    def _with_more(self, chosen: Solution) -> list[Solution]:
+        """Those that are predicted to fit and to be quicker, the quickest first."""
+        found: list[Solution] = []
+        for most in _TRIED:
+            more = all(a >= b for a, b in zip(most, chosen.in_flight, strict=True))
+            if not more or most == chosen.in_flight or self.compiler.deadline.over():
+                continue
+            solution = retimed(self.compiler.search, chosen, in_flight=most)
             # What is predicted to be over may fit, and is not what a user should be told.
-            over = self.predicted(earlier) > self.budget
-            if self.left() > 0 and not over and earlier.seconds < solution.seconds:
-                self.announce(earlier)
-                self.compile(f"{prefetch} copies on their way", earlier.temp_bytes, earlier)
+            fits = self.predicted(solution) <= self.budget
+            if fits and solution.seconds < chosen.seconds and solution.key not in self.tried:
+                found.append(solution)
+        return sorted(found, key=lambda s: s.cost)

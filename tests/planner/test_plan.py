@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmem
 from jaxmem.errors import Holder
-from jaxmem.planner.decisions import PREFETCH, Decision, Kept, Larger, Round, Segmented, Streamed
+from jaxmem.planner.decisions import IN_FLIGHT, Decision, Kept, Larger, Round, Segmented, Streamed
 from jaxmem.planner.plan import Plan
 from tests.fitted_steps import tanh_chain
 
@@ -84,7 +84,7 @@ def plain_instances(cls):
         # Of what is not hosted it is not said when it is updated.
         given_fields["hosted"] = st.lists(st.text(), min_size=1).map(tuple)
         given_fields["slack_seconds"] = st.floats(0, 9)
-        given_fields["prefetch"] = st.integers(0, PREFETCH)
+        given_fields["in_flight"] = st.tuples(st.integers(0, 4), st.integers(0, 4))
         return st.builds(cls, **given_fields).map(untimed_in_pieces)
     return st.builds(cls, **given_fields)
 
@@ -93,7 +93,7 @@ def untimed_in_pieces(plan: Plan) -> Plan:
     """Of copies of one program nothing is said where a step runs in pieces."""
     if plan.streamed is None:
         return plan
-    return dataclasses.replace(plan, slack_seconds=0.0, prefetch=PREFETCH)
+    return dataclasses.replace(plan, slack_seconds=0.0, in_flight=IN_FLIGHT)
 
 
 @given(instances(Plan))
