@@ -75,6 +75,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host-budget", default="8GiB", help="of each device, in that row")
     made.add_argument("--limit", type=float, default=300.0, help="seconds for each process")
     made.add_argument("--plan", type=Path, default=Path("/tmp/jaxmem_tight_plan.json"))
+    made.add_argument(
+        "--made-before",
+        action="store_true",
+        help="follow the plans that are there, such as those made where these GPUs are absent",
+    )
     made.add_argument("--json", type=Path)
     made.add_argument("--child", help=argparse.SUPPRESS)
     made.add_argument("--beside", nargs="*", default=TIMED, help=argparse.SUPPRESS)
@@ -255,8 +260,9 @@ def main() -> int:
         do = timed if options.child == "timed" else functools.partial(row, name=options.child)
         print(json.dumps(do(options)))
         return 0
-    options.plan.unlink(missing_ok=True)
-    options.plan.with_suffix(".offload.json").unlink(missing_ok=True)
+    if not options.made_before:
+        options.plan.unlink(missing_ok=True)
+        options.plan.with_suffix(".offload.json").unlink(missing_ok=True)
     rows: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     started = time.perf_counter()

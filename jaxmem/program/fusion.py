@@ -81,7 +81,7 @@ def fuse(
 ) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer.
 
-    With ``barriers_keep`` nothing is written over what comes from behind a barrier.
+    With ``barriers_keep`` nothing is written over what waited for a copy in a barrier.
     """
     kinds = tuple([kind_of(op) for op in ops])
     added = _added_in_place(ops, outputs)
@@ -115,12 +115,16 @@ def fuse(
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
         spared.append(away)
-        if (op.barrier and barriers_keep) or op.transfer == "fetch":
+        if op.transfer == "fetch" or (barriers_keep and op.barrier and _is_landing(op)):
             moved.update((v, roots[v]) for v in op.outputs)
         elif away:
             moved.update((v, away) for v in op.outputs if v not in written)
     passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
     return Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed)
+
+
+def _is_landing(op: Op) -> bool:
+    return any(v.host for v in op.values)
 
 
 def _is_shared(result: Value, merged: Sequence[Value], readers: Mapping[Value, int]) -> bool:

@@ -21,6 +21,11 @@ from jaxmem.program.rectified import Rectified
 _INLINED = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"]
 )
+# Of a printed program: colours, addresses, the devices of meshes, and white space.
+_NOT_OF_THE_PROGRAM = re.compile(
+    r"\x1b\[[0-9;]*m|0x[0-9a-f]+|\s+"
+    r"|Abstract(?=Mesh\()|, device_kind=.*?, num_cores=\w+, platform=\w+|, memory_kind=device\b"
+)
 
 
 def program_from_jaxpr(
@@ -208,9 +213,11 @@ def _fingerprint(closed: jex.ClosedJaxpr) -> str:
     """Hash of the printed program; addresses of Python objects in it are not part of it.
 
     Nor are colours: JAX prints programs in them where standard output is a terminal or a notebook,
-    and a plan that was made elsewhere would be one for another program there.
+    and a plan that was made elsewhere would be one for another program there. Nor is what devices a
+    mesh has, which newer JAX prints: a plan for an absent cluster is followed on the real one. How
+    long these names are says where lines are broken, so spaces do not count.
     """
-    text = re.sub(r"\x1b\[[0-9;]*m|0x[0-9a-f]+", "", str(closed.jaxpr))
+    text = _NOT_OF_THE_PROGRAM.sub("", str(closed.jaxpr))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

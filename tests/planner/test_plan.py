@@ -63,6 +63,7 @@ def plain_instances(cls):
         "int | None": st.none() | COUNTS,
         "float | None": st.none() | st.floats(min_value=0, allow_nan=False),
         "tuple[int, ...]": st.lists(st.integers(1, 9), min_size=1).map(tuple),
+        "InFlight": st.tuples(st.integers(0, 4), st.integers(0, 4)),
         "tuple[str, ...]": st.lists(st.text()).map(tuple),
         "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
         "tuple[tuple[str, int], ...]": st.lists(st.tuples(st.text(), st.integers(1, 9))).map(tuple),
@@ -84,7 +85,6 @@ def plain_instances(cls):
         # Of what is not hosted it is not said when it is updated.
         given_fields["hosted"] = st.lists(st.text(), min_size=1).map(tuple)
         given_fields["slack_seconds"] = st.floats(0, 9)
-        given_fields["in_flight"] = st.tuples(st.integers(0, 4), st.integers(0, 4))
         return st.builds(cls, **given_fields).map(untimed_in_pieces)
     return st.builds(cls, **given_fields)
 

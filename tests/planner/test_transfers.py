@@ -43,7 +43,8 @@ def test_a_schedule_with_transfers_computes_what_the_line_computes(line: Line, d
     inputs = frozenset(data.draw(st.lists(st.integers(0, len(line.block.inputs) - 1))))
     results = frozenset(data.draw(st.lists(st.integers(0, len(line.block.outputs) - 1))))
     hosting = Hosting(inputs, results)
-    written = scheduler(line, rates).schedule(keep, offload, hosting)
+    most = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
+    written = scheduler(line, rates).schedule(keep, offload, hosting, in_flight=most)
     assert expressions(written)[0] == expressions(line.block)[0]
     check_memories(written)
     check_landings(written)
@@ -110,6 +111,22 @@ def simulated(d2h: float, h2d: float):
         {("", 3): frozenset("abc")}, {("", 3): frozenset("a")}
     )
     return written, Simulator(rates).step(written)
+
+
+def test_with_nothing_in_flight_each_copy_is_waited_for_where_it_is():
+    rates = Rates({"float32": 1.0}, 1.0, 1.0, 1.0)
+    for most, order in (
+        ((0, 0), "a send wait b c d e wait fetch r"),
+        ((0, 4), "a send wait b c d wait fetch e r"),
+        ((4, 0), "a send b wait c d e wait fetch r"),
+        ((4, 4), "a send b wait c d wait fetch e r"),
+    ):
+        written = scheduler(chain(), rates).schedule(
+            {("", 3): frozenset("abc")}, {("", 3): frozenset("a")}, in_flight=most
+        )
+        assert names(written) == order.split(), most
+        waited = 4 * (most[0] == 0) + 4 * (most[1] == 0)
+        assert Simulator(rates).step(written).seconds == 5 * 8 + 12 + waited
 
 
 def names(block: Block) -> list[str]:
