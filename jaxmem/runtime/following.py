@@ -42,8 +42,9 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
     total = compiled.memory.total_bytes
     if total > budget_bytes or problem:
         raise VerificationError(
-            f"{plan.function}: the plan compiles to {format_bytes(total)} here, the budget is "
-            f"{format_bytes(budget_bytes)}. {problem or 'Plan again.'}"
+            f"{plan.function}: the plan compiles to {format_bytes(total)} ({total} bytes) here, "
+            f"the budget is {format_bytes(budget_bytes)} ({budget_bytes} bytes). "
+            + (problem or f"Plan again, or give budget={total}.")
         )
     exposed = tries.fitting[-1].exposed if tries.fitting else NOTHING
     same = replace(
