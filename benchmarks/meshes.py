@@ -260,6 +260,12 @@ def main() -> int:
         do = timed if options.child == "timed" else functools.partial(row, name=options.child)
         print(json.dumps(do(options)))
         return 0
+    files = {"tight": options.plan, "offload": options.plan.with_suffix(".offload.json")}
+    absent = [
+        str(path) for name, path in files.items() if name in options.only and not path.is_file()
+    ]
+    if options.made_before and absent:
+        sys.exit(f"--made-before: no plan in {' and '.join(absent)}; make it, or leave that out")
     if not options.made_before:
         options.plan.unlink(missing_ok=True)
         options.plan.with_suffix(".offload.json").unlink(missing_ok=True)

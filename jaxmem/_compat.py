@@ -28,7 +28,7 @@ from jax._src.lax.lax import _convert_element_type
 from jax.ad_checkpoint import Offloadable
 from jax.extend import core as jex
 
-# Before jax 0.12 XLA:GPU never wrote a result over an operand that came from behind a barrier.
+# Before jax 0.12 XLA:GPU wrote no result over an operand that came from behind a barrier.
 BARRIERS_KEEP_PLACES = jax.__version_info__ < (0, 12)
 
 # --- equations ---------------------------------------------------------------------------------

@@ -276,8 +276,8 @@ def _in_host_memory(plan: Plan) -> Iterator[str]:
     if plan.in_flight != IN_FLIGHT:
         sent, fetched = plan.in_flight
         yield (
-            f"at most {sent} of the largest copies are on their way to the host at once, and "
-            f"{fetched} back: what is on its way takes room"
+            f"outside loops at most {sent} of the largest copies are on their way to the host at "
+            f"once, and {fetched} back: what is on its way takes room"
         )
     if plan.slack_seconds:
         given = format_seconds(plan.slack_seconds)

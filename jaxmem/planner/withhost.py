@@ -20,7 +20,9 @@ _CLOSER = 0.99
 _ROOM_FOR_COPIES = 0.9
 # What loops carry goes to the host with as many kept sets, filled up with so many trials.
 _MOST_STARTS, _MOST_TRIALS = 2, 60
+_CARRIED = "loops carry through host memory"
 _WHY_CARRIED = "what loops carry waits in host memory, and the room it leaves is filled up"
+_WHY_SIMPLE = "what loops carry waits in host memory, and all else is as a simple answer has it"
 
 
 class WithHost:
@@ -97,12 +99,13 @@ class WithHost:
         groups = outside(search.ruled.free(search.groups), search.scheduler.unrolled)
         filler = Filler(groups, evaluate, _MOST_TRIALS, self.over)
         filled = filler.best(sorted(starts, key=lambda s: s.cost)[:_MOST_STARTS], aim)
-        return replace(filled, solver="loops carry through host memory", why=_WHY_CARRIED)
+        return replace(filled, solver=_CARRIED, why=_WHY_CARRIED)
 
     def simple(self) -> list[Solution]:
         """The simple answers with what loops carry in host memory; none where that is nothing."""
         away = self._carried_away()
-        return [self.search.judged(s) for s in self._starts(away)] if away else []
+        found = [self.search.judged(s) for s in self._starts(away)] if away else []
+        return [replace(s, solver=_CARRIED, why=_WHY_SIMPLE) for s in found]
 
     def _starts(self, away: Keep) -> Iterator[Solution]:
         """The simple answers with what loops carry in host memory."""

@@ -21,9 +21,9 @@ from jaxmem.program.rectified import Rectified
 _INLINED = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"]
 )
-# Of a printed program: colours, addresses, the devices of meshes, and white space.
+# Of a printed program: colours, addresses, and the devices of meshes.
 _NOT_OF_THE_PROGRAM = re.compile(
-    r"\x1b\[[0-9;]*m|0x[0-9a-f]+|\s+"
+    r"\x1b\[[0-9;]*m|0x[0-9a-f]+"
     r"|Abstract(?=Mesh\()|, device_kind=.*?, num_cores=\w+, platform=\w+|, memory_kind=device\b"
 )
 
@@ -215,9 +215,10 @@ def _fingerprint(closed: jex.ClosedJaxpr) -> str:
     Nor are colours: JAX prints programs in them where standard output is a terminal or a notebook,
     and a plan that was made elsewhere would be one for another program there. Nor is what devices a
     mesh has, which newer JAX prints: a plan for an absent cluster is followed on the real one. How
-    long these names are says where lines are broken, so spaces do not count.
+    long these names are says where lines are broken, so spaces count only between two words.
     """
     text = _NOT_OF_THE_PROGRAM.sub("", str(closed.jaxpr))
+    text = re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", re.sub(r"\s+", " ", text))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

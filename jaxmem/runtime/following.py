@@ -21,7 +21,9 @@ from jaxmem.targets.options import is_schedule
 from jaxmem.units import format_bytes
 
 
-def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) -> Outcome:
+def follow(
+    compiler: Compiler, plan: Plan, budget_bytes: int, report: Report, *, lent: bool = False
+) -> Outcome:
     """The program of a plan made before, compiled and checked again.
 
     Raises:
@@ -44,7 +46,7 @@ def follow(compiler: Compiler, plan: Plan, budget_bytes: int, report: Report) ->
         raise VerificationError(
             f"{plan.function}: the plan compiles to {format_bytes(total)} ({total} bytes) here, "
             f"the budget is {format_bytes(budget_bytes)} ({budget_bytes} bytes). "
-            + (problem or f"Plan again, or give budget={total}.")
+            + (problem or ("Plan again." if lent else f"Plan again, or give budget={total}."))
         )
     exposed = tries.fitting[-1].exposed if tries.fitting else NOTHING
     same = replace(

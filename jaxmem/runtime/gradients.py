@@ -66,7 +66,7 @@ def _followed(
 ) -> Outcome:
     """The first part by a plan made before, with ``more`` for what is lent to it."""
     try:
-        return following.follow(compiler, plan, budget_bytes + more, report)
+        return following.follow(compiler, plan, budget_bytes + more, report, lent=more > 0)
     except VerificationError as error:
         if budget_bytes >= plan.budget_bytes:
             raise

@@ -228,9 +228,10 @@ class OnHost:
         the smallest of either order is one of them. What is fetched before it is needed takes room,
         too, and XLA starts copies later than that: a GPT of 1.3e9 parameters over four H200 is
         6.21 GiB on paper and compiles to 5.82 with copies early enough to hide (jax 0.11.2), and
-        both are 5.08 with each where it is needed, which takes 4% longer. What is a few percent
-        smaller on paper need not be so once lifetimes are packed: 4.92 GiB, with the way forward
-        made again as a whole, compiles to 5.42. So the quickest near the smallest is another.
+        both are 5.08 with each where it is needed, which takes 3% longer as played through. What is
+        a few percent smaller on paper need not be so once lifetimes are packed: 4.92 GiB, with the
+        way forward made again as a whole, compiles to 5.42. So the quickest near the smallest is
+        another.
 
         Returns:
             The quickest first.

@@ -43,8 +43,9 @@ _CLEARLY, _FEWEST_SECONDS = 0.03, 1e-4
 _MOST_TIMED = 4
 _SEARCHES_BESIDE = 2
 # Programs with values or leaves in host memory, where nothing fits without: so many compiles at
-# least are left for them, the last MOST_SMALLEST for the smallest ones. Where updates can be early
-# half of the others have them so, and then half after all else.
+# least are left for them, the last MOST_SMALLEST for the smallest ones. The others are shared by
+# what has its copies early, that with updates after all else where they can be early, and what has
+# no copies on their way.
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
@@ -109,6 +110,7 @@ class _Rounds(Slack):
         self.search.unpin()
         self.search.settle_more(False)
         self.search.hosted, self.search.updates_last = frozenset(), False
+        self.search.in_flight = IN_FLIGHT
         policed.check_offloads(self.compiler, self.host_bytes)
         if self.fixed > self.budget and self.compiler.program.is_counted:
             self._in_host_memory()
@@ -315,14 +317,17 @@ class _Rounds(Slack):
         self.report("looking for what host memory makes possible")
         with self.search.afresh():
             sets = self.host.sets(self.budget)
-            either = any(map(host.updates_early, sets[-1:]))
-            most = _MOST_WITH_HOST // (1 + either)
-            self._fewest_in_host_memory(sets, most, updates_last=False)
             hosted = [leaves for leaves in sets if leaves]
-            if not self.fitting and either:
-                self._fewest_in_host_memory(hosted, most, updates_last=True)
-            if not self.fitting:
-                self._fewest_in_host_memory(hosted, most, updates_last=False, in_flight=AT_ONCE)
+            either = any(map(host.updates_early, sets[-1:]))
+            last = [(hosted, True, IN_FLIGHT)] if either else []
+            ways = [(sets, False, IN_FLIGHT), *last, (sets, False, AT_ONCE)]
+            most = _MOST_WITH_HOST
+            for number, (some, updates_last, in_flight) in enumerate(ways):
+                share, before = -(-most // (len(ways) - number)), len(self.rounds)
+                self._fewest_in_host_memory(some, share, updates_last, in_flight)
+                most -= min(share, len(self.rounds) - before)
+                if self.fitting:
+                    break
         self.reserved = 0
         if self.fitting:
             return
@@ -338,9 +343,8 @@ class _Rounds(Slack):
         self,
         sets: Sequence[frozenset[int]],
         most: int,
-        *,
         updates_last: bool,
-        in_flight: InFlight = IN_FLIGHT,
+        in_flight: InFlight,
     ) -> None:
         """The fewest leaves with which something fits on paper, until one compiles to that."""
         first = 0

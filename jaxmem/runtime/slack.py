@@ -13,11 +13,9 @@ given last, to the program that is chosen, and kept where it compiles to what fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from jaxmem.planner.retimed import retimed
-from jaxmem.program.ir import Block, Value
 from jaxmem.runtime.exposed import exposed
+from jaxmem.runtime.order import order_of
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.sooner import Sooner
 
@@ -36,12 +34,12 @@ class Slack(Sooner):
         solution, waits = chosen.solution, chosen.exposed.compiled_seconds
         if solution is None or waits is None or waits < _WORTH_IT * chosen.cost[0]:
             return
-        orders = [_order(self.compiler.block(solution))]
+        orders = [order_of(self.compiler.block(solution))]
         for seconds in SLACKS:
             if self.left() < 1:
                 return
             loosened = retimed(self.compiler.search, solution, slack_seconds=seconds)
-            order = _order(self.compiler.block(loosened))
+            order = order_of(self.compiler.block(loosened))
             predicted = chosen.predicted_bytes + loosened.temp_bytes - solution.temp_bytes
             if predicted <= self.budget and order not in orders:
                 orders.append(order)
@@ -65,15 +63,3 @@ class Slack(Sooner):
         if waits.compiled_seconds is None:
             return None  # What is not known is not taken for nothing.
         return Chosen(solution, compiled, nbytes, waits)
-
-
-def _order(block: Block) -> tuple:
-    """What is done, in order, with values by number; equal for equal programs of one step."""
-    numbers = {value: number for number, value in enumerate(block.inputs)}
-
-    def of(values: Iterable[Value]) -> list[int]:
-        return [numbers.setdefault(value, len(numbers)) for value in values]
-
-    return tuple(
-        (op.name, op.transfer, op.barrier, *of(op.values), *of(op.outputs)) for op in block.ops
-    )

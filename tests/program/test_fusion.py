@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jaxmem.program.fusion import Fusion, fuse
-from jaxmem.program.ir import Block, Value
+from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of, may_repeat
 from tests.planner.lines import program
 from tests.problems import PROBLEMS, pure
@@ -159,3 +159,36 @@ def test_common_element_wise_functions_fuse():
         block = program(jax.grad(lambda x, f=function: f(x).sum()), X).block
         opaque = {op.name for op in block.ops if kind_of(op) is Kind.OPAQUE}
         assert not opaque, f"{function}: {opaque}"
+
+
+def waiting() -> tuple[Block, dict[str, Value]]:
+    """A fetched copy ``c`` and a product ``d``, each read by a product of its own.
+
+    ``c`` goes through the barrier of a recomputation, and ``d`` through one that lands ``h``.
+    """
+    given = {k: Value(jax.ShapeDtypeStruct((64, 64), jnp.float32), k) for k in "xcdpqrs"}
+    x, c, d, p, q, r, s = given.values()
+    h, k = x.on_host(), x.on_host()
+    twice = program(lambda x: jnp.tanh(x), X).block.ops[0].eqn
+    dot = program(lambda x: x @ x, X).block.ops[0].eqn
+    ops = (
+        Op(dot, (x, x), (d,)),
+        Op(twice, (d,), (h,), None, "sent", transfer="send"),
+        Op(twice, (h,), (c,), None, "back", transfer="fetch"),
+        Op(dot, (h, d), (k, p), None, "landed", barrier=True),
+        Op(dot, (c,), (q,), None, "made again", barrier=True),
+        Op(twice, (p,), (r,)),
+        Op(twice, (q,), (s,)),
+    )
+    return Block("", (x,), ops, (r, s)), given
+
+
+@pytest.mark.parametrize("barriers_keep", [False, True])
+def test_nothing_is_written_over_copies_nor_over_what_waited_for_one(barriers_keep):
+    block, values = waiting()
+    fusion = fuse(block.inputs, block.ops, block.outputs, barriers_keep=barriers_keep)
+    assert fusion.roots[values["q"]] == (values["c"],) and fusion.roots[values["p"]] == (
+        values["d"],
+    )
+    assert fusion.spared[6] == (values["c"],), "a barrier in between changes nothing"
+    assert fusion.spared[5] == ((values["d"],) if barriers_keep else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -117,6 +118,21 @@ def test_another_program_has_another_fingerprint(change):
     assert program(lambda w, x: jnp.tanh(x @ w), *args).fingerprint == same, "names do not count"
     assert program(change, *args).fingerprint != same
     assert program(step, jnp.ones((4, 5)), X).fingerprint != same
+
+
+def test_operands_that_change_places_are_another_program():
+    """Whatever names JAX gives them: one letter up to 26 values, and then two."""
+
+    def minus(first, second):
+        def step(x):
+            values = [x + n for n in range(40)]
+            return values[first] - values[second]
+
+        return step
+
+    pairs = list(itertools.permutations((0, 1, 2, 25, 26, 27, 28, 39), 2))
+    found = {program(minus(*pair), X).fingerprint for pair in pairs}
+    assert len(found) == len(pairs)
 
 
 def test_a_program_printed_in_colours_has_the_same_fingerprint(monkeypatch):

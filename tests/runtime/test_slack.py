@@ -20,6 +20,7 @@ from jaxmem.runtime import slack, tries
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import Exposed
 from jaxmem.runtime.following import decisions_of
+from jaxmem.runtime.order import order_of
 from jaxmem.runtime.slack import Slack
 from jaxmem.targets import Target
 from jaxmem.units import MIB
@@ -41,11 +42,11 @@ def run(planned: Plan, monkeypatch: pytest.MonkeyPatch, waits: dict[float, float
     given = {}
     for seconds in (0.0, *SLACKS):
         block = compiler.block(retimed(compiler.search, solution, slack_seconds=seconds))
-        given[slack._order(block)] = seconds
+        given[order_of(block)] = seconds
     assert len(given) == 1 + len(SLACKS), "each is another program"
 
     def told(_: object, block: Block, __: object) -> Exposed:
-        return Exposed(0.0, waits[given[slack._order(block)]])
+        return Exposed(0.0, waits[given[order_of(block)]])
 
     monkeypatch.setattr(slack, "SLACKS", SLACKS)
     monkeypatch.setattr(slack, "exposed", told)
