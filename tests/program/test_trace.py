@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.program.ir import Block, Program, Value, aval_bytes
+from jaxmem.program.trace import _fingerprint
 from tests.planner.lines import program
 from tests.problems import PROBLEMS, pure
 
@@ -133,6 +135,28 @@ def test_operands_that_change_places_are_another_program():
     pairs = list(itertools.permutations((0, 1, 2, 25, 26, 27, 28, 39), 2))
     found = {program(minus(*pair), X).fingerprint for pair in pairs}
     assert len(found) == len(pairs)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_devices_of_a_mesh_are_not_of_the_program(mapped):
+    """JAX prints them with it, and an absent cluster has none."""
+    auto = {"axis_types": (AxisType.Auto,)}
+
+    def fingerprint(over, kind=None):
+        def constrained(x):
+            layout = NamedSharding(over, PartitionSpec("data"), memory_kind=kind)
+            return jax.lax.with_sharding_constraint(jnp.sin(x), layout)
+
+        specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+        step = jax.shard_map(jnp.sin, mesh=over, **specs) if mapped else constrained
+        return _fingerprint(jax.make_jaxpr(step)(jnp.ones((4, 4))))
+
+    here = fingerprint(jax.make_mesh((1,), ("data",), **auto))
+    assert here == fingerprint(AbstractMesh((1,), ("data",), **auto))
+    assert here != fingerprint(AbstractMesh((2,), ("data",), **auto))
+    if not mapped:
+        away = jax.make_mesh((1,), ("data",), **auto)
+        assert here != fingerprint(away, "unpinned_host"), "another memory is another program"
 
 
 def test_a_program_printed_in_colours_has_the_same_fingerprint(monkeypatch):
