@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem.runtime import compiler
@@ -184,9 +186,39 @@ def split_as_compiled() -> None:
         assert sum(v.nbytes for v in rows if v.layout.parts == (8, 1, 1)) > 0.95 * whole, rule
 
 
+def absent_and_real() -> None:
+    """A plan for a mesh without devices is followed over devices: the program names its mesh."""
+    rows = np.zeros((4096, WIDTH), np.float32)
+
+    def constrained(over):
+        def step(params, x):
+            def loss(params):
+                y = x
+                for w in params:
+                    y = y + jnp.tanh(y @ w["up"]) @ w["down"]
+                    y = jax.lax.with_sharding_constraint(y, NamedSharding(over, P("data")))
+                return (y**2).mean()
+
+            return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+        return step
+
+    params, plans = jax.eval_shape(first_state)["params"], []
+    absent = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for over in (absent, mesh()):
+        options = {"mesh": over, "shard": "zero3", "target": "8xh100"}
+        full = fit(constrained(over), budget="100%", **options).plan(params, rows)
+        options["budget"] = int(0.5 * full.compiled_bytes)
+        plans.append(fit(constrained(over), **options).plan(params, rows))
+        followed = fit(constrained(over), plan=plans[0], **options).plan(params, rows)
+        assert followed.kept and followed.compiled_bytes == plans[0].compiled_bytes
+    assert plans[0].fingerprint == plans[1].fingerprint
+
+
 CHECKS = {
     "bytes on paper": bytes_on_paper,
     "split as compiled": split_as_compiled,
+    "absent and real": absent_and_real,
     "collectives once": collectives_once,
     "gathered again": gathered_again,
     "one scale": one_scale,

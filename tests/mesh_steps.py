@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from tests import embedded_nets
@@ -346,35 +346,6 @@ def plans_again() -> None:
             raise AssertionError(f"a plan for {options} was followed with {other}")
 
 
-def absent_and_real() -> None:
-    """A plan for a mesh without devices is followed over devices: the program names its mesh."""
-    rows = np.zeros((4096, WIDTH), np.float32)
-
-    def constrained(over):
-        def step(params, x):
-            def loss(params):
-                y = x
-                for w in params:
-                    y = y + jnp.tanh(y @ w["up"]) @ w["down"]
-                    y = jax.lax.with_sharding_constraint(y, NamedSharding(over, P("data")))
-                return (y**2).mean()
-
-            return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
-
-        return step
-
-    params, plans = jax.eval_shape(first_state)["params"], []
-    absent = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    for over in (absent, mesh()):
-        options = {"mesh": over, "shard": "zero3", "target": "8xh100"}
-        full = fit(constrained(over), budget="100%", **options).plan(params, rows)
-        options["budget"] = int(0.5 * full.compiled_bytes)
-        plans.append(fit(constrained(over), **options).plan(params, rows))
-        followed = fit(constrained(over), plan=plans[0], **options).plan(params, rows)
-        assert followed.kept and followed.compiled_bytes == plans[0].compiled_bytes
-    assert plans[0].fingerprint == plans[1].fingerprint
-
-
 def repeated_calls_go_straight() -> None:
     """Batches of NumPy and states that came back take no more Python than without a mesh."""
     fitted = fit(step, mesh=mesh(), shard="zero3")
@@ -440,7 +411,6 @@ CHECKS = {
     "without rules": without_rules,
     "specs and metadata": specs_and_metadata,
     "plans again": plans_again,
-    "absent and real": absent_and_real,
     "repeated calls": repeated_calls_go_straight,
     "other uses": other_uses,
     "wrong uses": wrong_uses,

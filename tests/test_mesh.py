@@ -42,7 +42,8 @@ def test_steps_over_eight_devices_compute_what_one_does(checks):
     [
         "bytes on paper",
         "split as compiled",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANS][2:]),
+        "absent and real",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANS][3:]),
     ],
 )
 def test_plans_over_eight_devices(check):
