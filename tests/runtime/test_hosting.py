@@ -22,17 +22,17 @@ from tests.problems import assert_same
 WIDTH, ROWS = 128, 1024
 
 
+def loss(params, x):
+    """Of a chain of products."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+
 def step(state, x):
     """Momentum on a chain of six products."""
     params, moments = state
-
-    def loss(params):
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.square(y).mean()
-
-    value, gradients = jax.value_and_grad(loss)(params)
+    value, gradients = jax.value_and_grad(loss)(params, x)
     moments = [0.9 * m + g for m, g in zip(moments, gradients, strict=True)]
     return ([p - 0.1 * m for p, m in zip(params, moments, strict=True)], moments), value
 

@@ -24,7 +24,7 @@ from jaxmem.runtime.sooner import Sooner
 from jaxmem.targets import Target
 from jaxmem.units import MIB
 from tests.planner.lines import program
-from tests.runtime.test_hosting import arguments, followed, planned, step
+from tests.runtime.test_hosting import arguments, followed, loss, planned, step
 
 __all__ = ["planned"]
 
@@ -34,14 +34,7 @@ MOSTS = (AT_ONCE, (0, 4), (1, 1), (2, 1), (4, 0), IN_FLIGHT)
 def adam(state, x):
     """Adam on a chain of products."""
     params, means, squares = state
-
-    def loss(params):
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.square(y).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.value_and_grad(loss)(params, x)
     means = [0.9 * m + 0.1 * g for m, g in zip(means, grads, strict=True)]
     squares = [0.99 * s + 0.01 * g * g for s, g in zip(squares, grads, strict=True)]
     moved = zip(params, means, squares, strict=True)
@@ -143,13 +136,17 @@ def test_what_cannot_be_on_the_way_is_refused(planned, most):
         Plan.from_json(said)
 
 
-def test_nothing_is_on_the_way_where_nothing_is_moved():
+@pytest.mark.parametrize(
+    ("field", "given", "wanted"),
+    [("in_flight", [0, 0], r"\[4, 4\] where"), ("slack_seconds", 1e-3, "0 where")],
+)
+def test_nothing_is_said_of_copies_where_nothing_is_moved(field, given, wanted):
     plan = jaxmem.plan(
         step, *jax.eval_shape(arguments), budget="8MiB", target="h200", progress=False
     )
-    assert not plan.hosted and plan.in_flight == IN_FLIGHT
-    said = json.dumps({**json.loads(plan.to_json()), "in_flight": [0, 0]})
-    with pytest.raises(jaxmem.PlanMismatchError, match=r"\[4, 4\] where no program moves anything"):
+    assert not plan.hosted and (plan.in_flight, plan.slack_seconds) == (IN_FLIGHT, 0.0)
+    said = json.dumps({**json.loads(plan.to_json()), field: given})
+    with pytest.raises(jaxmem.PlanMismatchError, match=f"{wanted} no program moves anything"):
         Plan.from_json(said)
 
 

@@ -28,7 +28,11 @@ def state(step: int) -> dict:
 
 
 def all_saved(directory: Path, me: int) -> None:
-    """Wait until all have: one that is lost earlier is lost in the middle of that."""
+    """Wait until all have: one that is lost earlier is lost in the middle of that.
+
+    By files, as the coordinator may be stopped before its last answer has left; whoever waits here
+    for good is ended by the test, which then says so.
+    """
     directory.with_name(f"saved-{me}").touch()
     while not all(directory.with_name(f"saved-{n}").exists() for n in range(2)):
         time.sleep(0.01)
