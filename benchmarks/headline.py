@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--size", help="one of the net's SIZES; the headline one by default")
     parser.add_argument("--only", choices=["jax", "torch"])
     parser.add_argument("--auto", action="store_true", help="jaxmem with host=AUTO as well")
+    parser.add_argument("--rows", nargs="*", default=[""], help="rows with one of these in a name")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=420, help="seconds for a row")
     parser.add_argument("--torch-python", default=sys.executable)
@@ -200,7 +201,7 @@ def main() -> int:
         result = json.loads(options.json.read_text())
     result["versions"] = versions()
     for way in ways_of(options.net, options.only, options.auto):
-        if way.name in result["rows"]:
+        if way.name in result["rows"] or not any(part in way.name for part in options.rows):
             continue
         row = result["rows"][way.name] = measured(way, options, result["rows"])
         print(shown(way.name, row), flush=True)

@@ -53,7 +53,7 @@ def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]
         donated: inputs of it whose memory results may take.
     """
     simulation = simulator.step(block)
-    fusion = simulator.fused(block)
+    fusion = simulator.fused(block, closely=True)
     timeline = list(simulation.timeline)
     places = _places(block, fusion, simulation, donated)
     for span in placed(_temporaries(block, fusion, simulation), places):

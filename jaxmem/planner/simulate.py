@@ -52,7 +52,8 @@ class Simulation:
         peak_index: the operation at which that happens.
         timeline: temporary bytes live while each operation runs.
         seconds: predicted time: of what is computed, and of what waits for a transfer.
-        made: the buffers that each operation writes.
+        made: the buffers that each operation makes.
+        at: the operation in whose place they are written.
         ends: the last operation at which each of them is live; what is written over in place is
             not counted at the operation that does so.
         results: those that are results of the step.
@@ -64,6 +65,7 @@ class Simulation:
     timeline: tuple[int, ...]
     seconds: float
     made: tuple[tuple[Value, ...], ...]
+    at: tuple[int, ...]
     ends: dict[Value, int]
     results: set[Value]
     host_bytes: int = 0
@@ -73,7 +75,7 @@ class Simulation:
         """Every temporary buffer."""
         return tuple(
             Lifetime(value, start, self.ends[value])
-            for start, made in enumerate(self.made)
+            for start, made in zip(self.at, self.made, strict=True)
             for value in made
             if value not in self.results
         )
@@ -89,17 +91,30 @@ class Simulator:
     _inner: dict[Op, int] = field(default_factory=dict)
     _seconds: dict[Op, float] = field(default_factory=dict)
 
-    def fused(self, block: Block, ops: Sequence[Op] | None = None) -> Fusion:
-        """What is a buffer of a block's own operations, or of ``ops`` that stand for them."""
-        return self._fuse(block.inputs, block.ops if ops is None else ops, block.outputs)
+    def fused(
+        self, block: Block, ops: Sequence[Op] | None = None, *, closely: bool = False
+    ) -> Fusion:
+        """What is a buffer of a block's own operations, or of ``ops`` that stand for them.
 
-    def _fuse(self, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
-        return fuse(inputs, ops, outputs, barriers_keep=self.rates.barriers_keep)
+        :meth:`step` looks closely; so does what goes by its positions.
+        """
+        ops = block.ops if ops is None else ops
+        return self._fuse(block.inputs, ops, block.outputs, closely)
+
+    def _fuse(
+        self,
+        inputs: Sequence[Value],
+        ops: Sequence[Op],
+        outputs: Sequence[Atom],
+        closely: bool = False,
+    ) -> Fusion:
+        keep, closely = self.rates.barriers_keep, closely and self.rates.together
+        return fuse(inputs, ops, outputs, barriers_keep=keep, closely=closely)
 
     def step(self, block: Block) -> Simulation:
         """Simulate the whole step: its results have buffers of their own."""
         held = {v for v in block.outputs if isinstance(v, Value) and not v.host}
-        return self._run(block.inputs, block.ops, block.outputs, held)
+        return self._run(block.inputs, block.ops, block.outputs, held, closely=True)
 
     def iteration(self, loop: Loop) -> Simulation:
         """Simulate one iteration of a loop; rows of an array that it fills are written out."""
@@ -127,8 +142,9 @@ class Simulator:
         held: set[Value],
         written: Sequence[Atom] = (),
         repeated: bool = False,
+        closely: bool = False,
     ) -> Simulation:
-        fusion = self._fuse(inputs, ops, outputs)
+        fusion = self._fuse(inputs, ops, outputs, closely)
         roots, kinds = fusion.roots, fusion.kinds
         ends = _ends(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}
@@ -138,18 +154,20 @@ class Simulator:
                 dying.setdefault(end, []).append(value)
         live, seconds, timeline = 0, 0.0, []
         replaced: dict[Value, int] = {}
+        kernels = _kernels(fusion, kept_out)
         for index, (op, kind, made) in enumerate(zip(ops, kinds, fusion.made, strict=True)):
             dead = dying.get(index)
             now = live
             if made:
-                born = [v for v in made if v not in kept_out]
-                live += sum([v.nbytes for v in born])
+                seconds += self.seconds(op, kind, fusion)
+            if kernel := kernels.get(index):
+                live += sum([v.nbytes for v in kernel.born])
                 now = live
-                if dead and born:
-                    over = written_over(op, kind, born, dead, fusion.spared[index])
+                if dead and kernel.in_order:
+                    by = kernel.maker
+                    over = written_over(ops[by], kinds[by], kernel.born, dead, fusion.spared[by])
                     now -= sum([v.nbytes for v in over])
                     replaced.update(dict.fromkeys(over, index))
-                seconds += self.seconds(op, kind, fusion)
             if kind is Kind.OPAQUE:
                 now += self.working_bytes(op)
             timeline.append(now)
@@ -163,7 +181,15 @@ class Simulator:
             seconds = self._with_transfers(ops, fusion, seconds, repeated)
             host_bytes = self._host_bytes(ops, (*outputs, *written))
         return Simulation(
-            peak, at, tuple(timeline), seconds, fusion.made, ends, kept_out, host_bytes
+            peak,
+            at,
+            tuple(timeline),
+            seconds,
+            fusion.made,
+            fusion.at,
+            ends,
+            kept_out,
+            host_bytes,
         )
 
     def seconds_of(
@@ -301,6 +327,33 @@ class Simulator:
         return known
 
 
+@dataclass
+class _Kernel:
+    """What is written in the place of one operation.
+
+    Attributes:
+        maker: the operation that makes the first of it.
+        born: the buffers.
+        in_order: whether all of it is written in the order in which operands are read.
+    """
+
+    maker: int
+    born: list[Value] = field(default_factory=list)
+    in_order: bool = True
+
+
+def _kernels(fusion: Fusion, kept_out: set[Value]) -> dict[int, _Kernel]:
+    """By position what is written there; buffers that are not temporary are left out."""
+    kernels: dict[int, _Kernel] = {}
+    for index, (made, at) in enumerate(zip(fusion.made, fusion.at, strict=True)):
+        if born := [v for v in made if v not in kept_out]:
+            kernel = kernels.setdefault(at, _Kernel(index))
+            kernel.born += born
+            if kernel.maker != index and fusion.spared[index]:
+                kernel.in_order = False
+    return kernels
+
+
 def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:
     """What ``op`` waits for when it runs: what it reads; a barrier only for copies to the host."""
     if op.barrier:
@@ -312,14 +365,14 @@ def _ends(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[Va
     """The last operation at which each buffer that ``ops`` make is live."""
     roots = fusion.roots
     ends: dict[Value, int] = {}
-    for index, (op, kind, made) in enumerate(zip(ops, fusion.kinds, fusion.made, strict=True)):
+    for op, kind, made, at in zip(ops, fusion.kinds, fusion.made, fusion.at, strict=True):
         for value in made:
-            ends[value] = index
+            ends[value] = at
         if made or kind is Kind.OPAQUE or op.barrier:
             for value in op.values:
                 for root in roots[value]:
                     if root in ends:
-                        ends[root] = index
+                        ends[root] = max(ends[root], at)
     returned = [root for v in outputs if isinstance(v, Value) for root in roots[v]]
     ends.update({root: len(ops) - 1 for root in returned if root in ends})
     return ends

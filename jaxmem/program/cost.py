@@ -38,6 +38,7 @@ class Rates:
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
             is as fast as alone.
         barriers_keep: whether the compiler writes nothing over what waited for a copy in a barrier.
+        together: whether it makes one kernel of several results, as XLA:GPU does.
     """
 
     flops: Mapping[str, float]
@@ -49,6 +50,7 @@ class Rates:
     beside_seconds: float = 0.0
     duplex_bytes_per_second: float = 0.0
     barriers_keep: bool = False
+    together: bool = False
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""

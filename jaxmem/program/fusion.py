@@ -7,14 +7,17 @@ of traced residuals are 17 GiB for XLA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing
 from jaxmem.program.primitives import Kind, kind_of
+from jaxmem.program.rearranging import rearranged
+from jaxmem.program.together import Kernels
+from jaxmem.program.undoing import undone
 
 # A fused kernel takes a limited number of operands; past that XLA writes a buffer.
 _MOST_ROOTS = 8
@@ -33,6 +36,8 @@ _MOVING = frozenset(
     "broadcast_in_dim concatenate dynamic_slice gather pad rev slice split stack tile "
     "unstack".split()
 )
+# Aliases as a rule; those that are not take the axes of their operand apart.
+_RESHAPES = frozenset(["expand_dims", "reshape", "squeeze"])
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Fusion:
         spared: the buffers whose place results of an operation cannot take, by position: it reads
             them in another order than it writes, as they are fetched, or behind a landing.
         passed: for reductions, the buffers that a kernel they are part of reads or makes anyway.
+        at: the operation in whose place the kernel of each operation runs, by position.
     """
 
     roots: dict[Value, tuple[Value, ...]]
@@ -55,6 +61,7 @@ class Fusion:
     spared: tuple[tuple[Value, ...], ...]
     parts: dict[Value, dict[Value, int]] = field(default_factory=dict)
     passed: dict[Op, frozenset[Value]] = field(default_factory=dict)
+    at: tuple[int, ...] = ()
 
     def is_buffer(self, value: Value) -> bool:
         """Whether ``value`` has bytes of its own."""
@@ -78,14 +85,24 @@ def fuse(
     outputs: Sequence[Atom],
     *,
     barriers_keep: bool = False,
+    closely: bool = False,
 ) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer.
 
-    With ``barriers_keep`` nothing is written over what waited for a copy in a barrier.
+    Args:
+        inputs: what the line is given.
+        ops: the line.
+        outputs: what it returns.
+        barriers_keep: nothing is written over what waited for a copy in a barrier.
+        closely: the line is written out as it is compiled, so that what XLA makes of several
+            operations together is looked at as well: kernels that run in the place of an earlier
+            one, paddings that are undone, axes that are taken apart.
     """
-    kinds = tuple([kind_of(op) for op in ops])
+    apart = rearranged(ops) if closely else frozenset[Op]()
+    same = undone(ops) if closely else {}
+    kinds = tuple([_kind_in(op, apart, same) for op in ops])
     added = _added_in_place(ops, outputs)
-    demanded, readers = _demand(ops, kinds, outputs, added)
+    demanded, readers = _demand(ops, kinds, outputs, added, same)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
     parts: dict[Value, dict[Value, int]] = {}
@@ -105,7 +122,7 @@ def fuse(
                     parts[result] = some
                 roots[result] = (result,) if real else merged
         elif kind is Kind.ALIAS:
-            written = _renamed(op, roots)
+            written = _renamed(op, roots, same.get(op))
             if parts:
                 parts.update(_parts_renamed(op, roots, parts))
         else:
@@ -118,7 +135,25 @@ def fuse(
         if away or op.barrier or op.transfer:
             moved.update(_handed_on(op, roots, moved, (written, away), barriers_keep))
     passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
-    return Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed)
+    at = tuple(range(len(ops)))
+    fusion = Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed, at)
+    return _put_together(fusion, ops, outputs) if closely else fusion
+
+
+def _put_together(fusion: Fusion, ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
+    """With what XLA makes of several kernels."""
+    roots, spared = fusion.roots, list(fusion.spared)
+    kernels = Kernels.of(ops, fusion.kinds, roots, fusion.made)
+    for index in kernels.reduced_twice():
+        spared[index] = _merged(ops[index], roots)
+    kept = {root for v in outputs if isinstance(v, Value) for root in roots[v]}
+    return replace(fusion, spared=tuple(spared), at=kernels.runs_at(kept))
+
+
+def _kind_in(op: Op, apart: Collection[Op], same: Mapping[Op, Value]) -> Kind:
+    if op in same:
+        return Kind.ALIAS
+    return Kind.FUSED if op in apart else kind_of(op)
 
 
 def _handed_on(
@@ -168,7 +203,7 @@ def _moved(
     if kind is Kind.OPAQUE or op.barrier or op.transfer:
         return ()
     found = [root for v in op.values if v in moved for root in moved[v]]
-    if op.name in _MOVING:
+    if op.name in _MOVING or (kind is Kind.FUSED and op.name in _RESHAPES):
         found += [root for v in op.values for root in roots[v]]
     return tuple(dict.fromkeys(found)) if found else ()
 
@@ -260,11 +295,13 @@ def _is_zero(given: Atom | None) -> bool:
     return getattr(value, "dtype", None) != jax.dtypes.float0 and value == 0
 
 
-def _renamed(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
+def _renamed(
+    op: Op, roots: dict[Value, tuple[Value, ...]], same: Value | None
+) -> tuple[Value, ...]:
     """Note what is behind the results of an alias; the results that are buffers all the same."""
     written: tuple[Value, ...] = ()
     for position, result in enumerate(op.outputs):
-        source = op.inputs[position if op.barrier else 0]
+        source = same or op.inputs[position if op.barrier else 0]
         if isinstance(source, Value):
             # A send reads its operand until something waits for it: a barrier, behind which the
             # copy on the host stands on its own.
@@ -286,6 +323,7 @@ def _demand(
     kinds: Sequence[Kind],
     outputs: Sequence[Atom],
     added: dict[Op, Value],
+    same: Mapping[Op, Value],
 ) -> tuple[set[Value], dict[Value, int]]:
     """Values that something unfusable reads, and how many operations read each value."""
     demanded = {value for value in outputs if isinstance(value, Value)} | set(added.values())
@@ -293,7 +331,7 @@ def _demand(
     constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
         if kind is Kind.ALIAS and not (op.barrier or op.transfer):
-            value, result = op.inputs[0], op.outputs[0]
+            value, result = same.get(op, op.inputs[0]), op.outputs[0]
             if isinstance(value, Value):
                 if result in demanded:
                     demanded.add(value)

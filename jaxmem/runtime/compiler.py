@@ -47,6 +47,7 @@ def rates_of(target: Target) -> Rates:
         beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
         duplex_bytes_per_second=target.duplex_bytes_per_second,
         barriers_keep=target.platform == "gpu" and BARRIERS_KEEP_PLACES,
+        together=target.platform == "gpu",
     )
 
 

@@ -293,7 +293,7 @@ class _Rounds(Slack):
             elif not self.fitting and self._not_followed(used, predicted):
                 # XLA did not follow the schedule: put off what it made element-wise work wait for.
                 self.search.settle_more(True)
-                self.scale = self.unscaled
+                self.forget()
                 limit = int(room / self.scale * _AIM)
             else:
                 too_much = min(limit, solution.temp_bytes)
@@ -335,7 +335,7 @@ class _Rounds(Slack):
         named = host.smallest()
         for done, smallest in enumerate(named, 1):
             self.reserved = len(named) - done
-            self.scale = self.unscaled
+            self.forget()
             if not self.fitting and smallest.key not in self.tried and self.left() > 0:
                 self._attempt_with_host(smallest)
 
@@ -349,7 +349,7 @@ class _Rounds(Slack):
         """The fewest leaves with which something fits on paper, until one compiles to that."""
         first = 0
         # What other programs compiled to says little about one with transfers.
-        self.scale = self.unscaled
+        self.forget()
         # The last compiles are for what an error names: the smallest programs there are.
         self.reserved = MOST_SMALLEST
         for _ in range(most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field, replace
 
 from jaxmem.planner.decisions import Round
@@ -55,8 +56,9 @@ class Tries:
         tried: the keys of the solutions that were compiled.
         fitting: those that fit.
         trialled: which line is that of a program compiled in one of two orders.
-        scale: the compiler's temporaries over the simulated ones, of the last program;
-            ``unscaled`` before any.
+        scale: the compiler's temporaries over the simulated ones, on a GPU the median of what was
+            compiled, else of the last program; ``unscaled`` before any.
+        ratios: those of each.
         ends: simulated temporaries and what they compile to, of the smallest program as it did and
             of the step as written as it should, where nothing between them was compiled.
         fixed: bytes of arguments and results.
@@ -72,6 +74,7 @@ class Tries:
         self.trialled: dict[int, int] = {}
         self.noted: dict[int, int] = {}
         self.scale = self.unscaled = 1.0
+        self.ratios: list[float] = []
         self.ends: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.fixed = compiler.program.fixed_bytes
 
@@ -119,12 +122,20 @@ class Tries:
         self.tried.add(solution.key)
         self.ends = None
         if solution.temp_bytes:
-            self.scale = compiled.memory.temp_bytes / solution.temp_bytes
+            self.ratios.append(compiled.memory.temp_bytes / solution.temp_bytes)
+            # On a GPU most programs of a step are off by the same, and some by something else.
+            on_gpu = self.compiler.target.platform == "gpu"
+            self.scale = statistics.median(self.ratios) if on_gpu else self.ratios[-1]
         if compiled.memory.total_bytes <= self.budget and not attempt.problem:
             block = self.compiler.block(solution)
             waits = exposed(self.compiler.search.simulator, block, compiled)
             self.fitting.append(Chosen(solution, compiled, predicted, waits))
         return compiled
+
+    def forget(self) -> None:
+        """What was compiled so far says nothing about what comes."""
+        self.scale = self.unscaled
+        self.ratios.clear()
 
     def note(
         self, name: str, limit: int, predicted: int, compiled: Compiled, problem: str = ""

@@ -1,0 +1,132 @@
+"""What XLA makes of several operations together: kernels of more than one result, and their order.
+
+Element-wise results of the same buffers, all of one size, are written by one kernel (multi-output
+fusion), and so is one that reads another: the three slices of an array that a convolution of
+volumes reads are 9 GiB in a 3D U-Net, with what they are slices of 12. What frees more than it
+takes does not wait for what stands between: the list scheduler starts it when it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxmem.program.ir import Op, Value
+from jaxmem.program.primitives import Kind
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a straight line, before XLA puts them together.
+
+    Attributes:
+        ops: the operations, and ``kinds`` of each.
+        reads: the buffers that each operation reads.
+        made: the buffers that each operation makes.
+        gates: for each operation the last barrier that what it reads went through; -1 for none.
+            What waits behind different barriers is not in one kernel.
+        place: the operation that makes each buffer.
+    """
+
+    ops: Sequence[Op]
+    kinds: Sequence[Kind]
+    reads: Sequence[frozenset[Value]]
+    made: Sequence[tuple[Value, ...]]
+    gates: Sequence[int]
+    place: Mapping[Value, int]
+
+    @classmethod
+    def of(
+        cls,
+        ops: Sequence[Op],
+        kinds: Sequence[Kind],
+        roots: Mapping[Value, tuple[Value, ...]],
+        made: Sequence[tuple[Value, ...]],
+    ) -> Kernels:
+        """Those of operations whose values have these buffers behind them."""
+        reads = [frozenset([r for v in op.values for r in roots[v]]) for op in ops]
+        place = {value: index for index, values in enumerate(made) for value in values}
+        return cls(ops, kinds, reads, made, _gates(ops, kinds), place)
+
+    def runs_at(self, kept: Collection[Value]) -> tuple[int, ...]:
+        """The operation in whose place the kernel of each operation runs.
+
+        Args:
+            kept: buffers that outlive the line.
+        """
+        at = self._with_others()
+        leads = {n for index, n in enumerate(at) if n != index}
+        last = self._last_reads()
+        for index in range(len(at)):
+            if at[index] == index and index not in leads and self._is_light(index):
+                freed = [r for r in self.reads[index] if last[r] == index and r in self.place]
+                more = sum([r.nbytes for r in freed if r not in kept])
+                if more > sum([v.nbytes for v in self.made[index]]):
+                    at[index] = self._as_early(index, at)
+        return tuple(at)
+
+    def reduced_twice(self) -> frozenset[int]:
+        """Element-wise operations whose kernels have several reductions of their results in them.
+
+        One of them orders such a kernel. It writes over nothing that the others read.
+        """
+        counts: dict[int, int] = {}
+        for index, (op, kind) in enumerate(zip(self.ops, self.kinds, strict=True)):
+            if kind is not Kind.REDUCE:
+                continue
+            last = max([self.place.get(root, -1) for root in self.reads[index]], default=-1)
+            if last < self.gates[index] or not self._is_light(last):
+                continue
+            alike = [v for v in self.made[last] if v.aval.size == op.values[0].aval.size]
+            if self.reads[index].intersection(alike):
+                counts[last] = counts.get(last, 0) + 1
+        return frozenset([index for index, count in counts.items() if count > 1])
+
+    def _is_light(self, index: int) -> bool:
+        """Whether an operation is element-wise and writes something."""
+        return index >= 0 and self.kinds[index] is Kind.FUSED and bool(self.made[index])
+
+    def _with_others(self) -> list[int]:
+        """The first operation of the kernel that each one is part of."""
+        at = list(range(len(self.ops)))
+        first: dict[tuple, int] = {}
+        for index, (read, gate) in enumerate(zip(self.reads, self.gates, strict=True)):
+            if not self._is_light(index) or len(self.made[index]) != 1 or not read:
+                continue
+            size = self.made[index][0].aval.size
+            source = next(iter(read))
+            maker = self.place.get(source, -1) if len(read) == 1 else -1
+            if self._is_light(maker) and maker >= gate and source.aval.size == size:
+                at[index] = at[maker]
+            else:
+                at[index] = at[first.setdefault((read, size, gate), index)]
+        return at
+
+    def _last_reads(self) -> dict[Value, int]:
+        last: dict[Value, int] = {}
+        for index, (op, kind) in enumerate(zip(self.ops, self.kinds, strict=True)):
+            if self.made[index] or kind is Kind.OPAQUE or op.barrier:
+                last.update(dict.fromkeys(self.reads[index], index))
+        return last
+
+    def _as_early(self, index: int, at: Sequence[int]) -> int:
+        """The first operation behind all that one reads in whose place nothing else runs."""
+        made = [at[self.place[r]] for r in self.reads[index] if r in self.place]
+        ready = max([self.gates[index], *made])
+        return next((n for n in range(ready + 1, index) if self._is_idle(n)), index)
+
+    def _is_idle(self, index: int) -> bool:
+        return not self.made[index] and self.kinds[index] is not Kind.OPAQUE
+
+
+def _gates(ops: Sequence[Op], kinds: Sequence[Kind]) -> list[int]:
+    behind: dict[Value, int] = {}
+    gates = []
+    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
+        gate = max([behind.get(v, -1) for v in op.values], default=-1)
+        gates.append(gate)
+        if op.barrier or op.name == "optimization_barrier":
+            behind.update(dict.fromkeys(op.outputs, index))
+        elif gate >= 0 and kind in (Kind.FUSED, Kind.ALIAS):
+            behind.update(dict.fromkeys(op.outputs, gate))
+    return gates
