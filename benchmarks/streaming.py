@@ -9,6 +9,9 @@ one process: everything on the device (where that fits), ``jaxmem.fit(host=...)`
 ``jax.jit`` that takes the state from pinned host memory and gives it back there. With few tokens
 the step is nearly all update; with many, gradients take about as long as the copies.
 
+Of JAX alone there are two more: leaf by leaf with barriers, which needs less of the device, and
+of a stack a ``lax.scan`` over its rows.
+
 ``rate`` is bytes each way over what a step takes beyond its gradients, which are timed alone;
 ``link`` is what two plain copies of 1 GiB, one each way at a time, reach.
 """
@@ -130,19 +133,73 @@ def peak() -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
-def stock(step: Callable, where: Any) -> Callable:
-    """One program: the state comes from the host, is updated, and goes back."""
+def to_device(leaf: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf
 
-    def on_device(leaf: jax.Array) -> jax.Array:
-        return jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf
 
-    def whole(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
-        return step({**state, "host": jax.tree.map(on_device, state["host"])}, x)
+def to_host(leaf: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf
+
+
+def whole(step: Callable) -> Callable:
+    """All of the state comes from the host, is updated, and goes back."""
+
+    def fetched(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
+        return step({**state, "host": jax.tree.map(to_device, state["host"])}, x)
+
+    return fetched
+
+
+def updated(grad: jax.Array, master: jax.Array, mu: jax.Array, nu: jax.Array, moments: tuple):
+    """One leaf, or one row of a stack: its master weights, moments, and count."""
+    changes, after = ADAM.update(grad, (moments[0]._replace(mu=mu, nu=nu), *moments[1:]))
+    return (optax.apply_updates(master, changes), after[0].mu, after[0].nu), after[0].count
+
+
+def windowed(state: dict, x: jax.Array, *, ahead: int = 2) -> tuple[dict, jax.Array]:
+    """Leaf by leaf: each is fetched when the one two before it was updated."""
+    loss, grads = jax.value_and_grad(net)(state["params"], x)
+    host, moments = state["host"], state["host"]["moments"]
+    params, master, mu, nu, count = {}, {}, {}, {}, moments[0].count
+    done: list[jax.Array] = []
+    for name, grad in grads.items():
+        leaves = (host["master"][name], moments[0].mu[name], moments[0].nu[name])
+        if len(done) >= ahead:
+            leaves, _ = jax.lax.optimization_barrier((leaves, done[-ahead]))
+        here = [to_device(leaf) for leaf in leaves]
+        new, count = updated(grad.astype(jnp.float32), *here, moments)
+        params[name] = new[0].astype(jnp.bfloat16)
+        done.append(params[name])
+        master[name], mu[name], nu[name] = map(to_host, new)
+    after = (moments[0]._replace(count=count, mu=mu, nu=nu), *moments[1:])
+    return {"params": params, "host": {"master": master, "moments": after}}, loss
+
+
+def by_rows(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
+    """A stack in a ``lax.scan``: each turn fetches a row, updates it, and writes it back."""
+    loss, grads = jax.value_and_grad(net)(state["params"], x)
+    host, moments = state["host"], state["host"]["moments"]
+
+    def turn(_: None, given: tuple) -> tuple[None, tuple]:
+        grad, *leaves = given
+        here = [to_device(leaf) for leaf in leaves]
+        new, count = updated(grad.astype(jnp.float32), *here, moments)
+        return None, (new[0].astype(jnp.bfloat16), count, *map(to_host, new))
+
+    rows = (grads["stack"], host["master"]["stack"], moments[0].mu["stack"], moments[0].nu["stack"])
+    _, (params, counts, *stacks) = jax.lax.scan(turn, None, rows)
+    master, mu, nu = ({"stack": stack} for stack in stacks)
+    after = (moments[0]._replace(count=counts[-1], mu=mu, nu=nu), *moments[1:])
+    return {"params": {"stack": params}, "host": {"master": master, "moments": after}}, loss
+
+
+def stock(program: Callable) -> Callable:
+    """One ``jax.jit`` that returns the state where it was given."""
 
     def run(state: dict, x: jax.Array) -> tuple[dict, jax.Array]:
         places = jax.tree.map(lambda a: a.sharding, state)
         if "whole" not in known:
-            known["whole"] = jax.jit(whole, donate_argnums=0, out_shardings=(places, None))
+            known["whole"] = jax.jit(program, donate_argnums=0, out_shardings=(places, None))
         return known["whole"](state, x)
 
     known: dict[str, Any] = {}
@@ -160,7 +217,8 @@ def main() -> int:
     parser.add_argument("--host", default="state['host']*", help='"*" has parameters there, too')
     parser.add_argument("--stacked", action="store_true", help="one leaf for all layers, scanned")
     parser.add_argument("--clip", type=float, default=0.0, help="gradients to this global norm")
-    parser.add_argument("--only", nargs="*", default=["device", "jaxmem", "stock"])
+    ways_in = ["device", "jaxmem", "stock", "stock window", "stock scan"]
+    parser.add_argument("--only", nargs="*", default=ways_in)
     parser.add_argument(
         "--peak",
         action="store_true",
@@ -184,7 +242,10 @@ def main() -> int:
     alike = jaxmem.fit(clipped, budget=None, donate_argnums=0, host_budget=0, progress=False)
     ways["fitted"] = (alike, None)
     if on_gpu:
-        ways["stock"] = (stock(clipped, where), where)
+        ways["stock"] = (stock(whole(clipped)), where)
+        slowly = ("stock scan", by_rows) if options.stacked else ("stock window", windowed)
+        if not options.clip:
+            ways[slowly[0]] = (stock(slowly[1]), where)
     for tokens in (options.tokens,) if options.peak else (options.tokens, options.long):
         x = jax.random.normal(jax.random.key(1), (tokens, options.width)).astype(jnp.bfloat16)
         alone = 0.0
