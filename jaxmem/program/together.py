@@ -1,9 +1,10 @@
 """What XLA makes of several operations together: kernels of more than one result, and their order.
 
 Element-wise results of the same buffers, all of one size, are written by one kernel (multi-output
-fusion), and so is one that reads another: the three slices of an array that a convolution of
-volumes reads are 9 GiB in a 3D U-Net, with what they are slices of 12. What frees more than it
-takes does not wait for what stands between: the list scheduler starts it when it can.
+fusion), and so is one that reads another which has to be written anyway: the three slices of an
+array that a convolution of volumes reads are 9 GiB in a 3D U-Net, with what they are slices of 12.
+What frees more than it takes does not wait for what stands between: the list scheduler starts it
+when it can.
 """
 
 from __future__ import annotations
@@ -90,17 +91,28 @@ class Kernels:
         """The first operation of the kernel that each one is part of."""
         at = list(range(len(self.ops)))
         first: dict[tuple, int] = {}
+        needed = self._needed()
         for index, (read, gate) in enumerate(zip(self.reads, self.gates, strict=True)):
             if not self._is_light(index) or len(self.made[index]) != 1 or not read:
                 continue
             size = self.made[index][0].aval.size
             source = next(iter(read))
             maker = self.place.get(source, -1) if len(read) == 1 else -1
-            if self._is_light(maker) and maker >= gate and source.aval.size == size:
+            alike = source in needed and source.aval.size == size
+            if alike and self._is_light(maker) and maker >= gate:
                 at[index] = at[maker]
             else:
                 at[index] = at[first.setdefault((read, size, gate), index)]
         return at
+
+    def _needed(self) -> set[Value]:
+        """The buffers that something reads which nothing is fused with."""
+        return {
+            root
+            for kind, reads in zip(self.kinds, self.reads, strict=True)
+            if kind is Kind.OPAQUE
+            for root in reads
+        }
 
     def _last_reads(self) -> dict[Value, int]:
         last: dict[Value, int] = {}

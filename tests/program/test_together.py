@@ -179,3 +179,19 @@ def test_the_compiler_takes_what_is_seen_together(function, shapes):
     closely = Simulator(TOGETHER).step(block).temp_bytes
     assert closely == pytest.approx(compiled, rel=0.02)
     assert Simulator(RATES).step(block).temp_bytes < 0.9 * closely
+
+
+def test_what_reads_another_is_written_with_it_only_where_both_are_written():
+    """Else it takes the other's place: the gradient of a GPT's logits, 3 GiB of 50,304 words."""
+
+    def both(x, w):
+        y = jnp.tanh(x @ w)
+        return y @ w, (y * 2) @ w, y.sum(0)
+
+    def one(x, w):
+        a, b, c = x @ w, w @ x, x @ x
+        y = jnp.tanh(a) + jnp.sin(b) + jnp.cos(c)
+        return (y * 2) @ w, y.sum(0)
+
+    assert names(*fused(both, W, W)) == ["mul"]
+    assert "mul" not in names(*fused(one, W, W))

@@ -33,8 +33,16 @@ __all__ = ["planned"]
 SLACKS = (1e-5, 4e-6, 2e-6)
 
 
-def run(planned: Plan, monkeypatch: pytest.MonkeyPatch, waits: dict[float, float | None]) -> Slack:
-    """The decisions of a plan compiled; ``waits`` by what is given to each copy."""
+def run(
+    planned: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    waits: dict[float, float | None],
+    most: int = len(SLACKS),
+) -> Slack:
+    """The decisions of a plan compiled; ``waits`` by what is given to each copy.
+
+    So ``most`` sizes are tried first, and the others where one of these is quicker.
+    """
     compiler = Compiler(program(step, *arguments(), donate=(0,)), Target("h200"))
     started = Slack(compiler, 8 * MIB, lambda said: None)
     solution = decisions_of(compiler, planned)
@@ -48,7 +56,8 @@ def run(planned: Plan, monkeypatch: pytest.MonkeyPatch, waits: dict[float, float
     def told(_: object, block: Block, __: object) -> Exposed:
         return Exposed(0.0, waits[given[order_of(block)]])
 
-    monkeypatch.setattr(slack, "SLACKS", SLACKS)
+    monkeypatch.setattr(slack, "SLACKS", SLACKS[:most])
+    monkeypatch.setattr(slack, "OTHERS", SLACKS[most:])
     monkeypatch.setattr(slack, "exposed", told)
     monkeypatch.setattr(tries, "exposed", told)
     started.compile("search", solution.temp_bytes, solution)
@@ -56,27 +65,41 @@ def run(planned: Plan, monkeypatch: pytest.MonkeyPatch, waits: dict[float, float
 
 
 @pytest.mark.parametrize(
-    ("waits", "chosen", "compiles"),
+    ("waits", "chosen", "compiles", "quicker"),
     [
-        ((9.0, 3.0, 2.0, 1.0), SLACKS[0], 2),
-        ((9.0, 9.5, 2.0, 1.0), SLACKS[1], 3),
-        ((9.0, None, 9.5, 1.0), SLACKS[2], 4),
-        ((9.0, 9.0, 8.9999, 9.5), 0.0, 4),
-        ((1.0, 3.0, 2.0, 1.5), 0.0, 4),
-        ((0.0, 3.0, 2.0, 1.5), 0.0, 1),
+        ((9.0, 0.0, 2.0, 1.0), SLACKS[0], 2, 1),
+        ((9.0, 9.5, 0.0, 1.0), SLACKS[1], 3, 1),
+        ((9.0, 3.0, 2.0, 1.0), SLACKS[2], 4, 3),
+        ((9.0, 2.0, 3.0, 4.0), SLACKS[0], 4, 1),
+        ((9.0, None, 9.5, 1.0), SLACKS[2], 4, 1),
+        ((9.0, 9.0, 8.9999, 9.5), 0.0, 4, 0),
+        ((1.0, 3.0, 2.0, 1.5), 0.0, 4, 0),
+        ((0.0, 3.0, 2.0, 1.5), 0.0, 1, 0),
     ],
 )
-def test_the_first_that_is_quicker_is_taken(planned, monkeypatch, waits, chosen, compiles):
-    """By more than rounding; and no other is compiled: none where nothing is waited for."""
+def test_sizes_are_tried_until_one_hides_all(
+    planned, monkeypatch, waits, chosen, compiles, quicker
+):
+    """The quickest is taken, by more than rounding; none is tried where nothing waits."""
     started = run(planned, monkeypatch, dict(zip((0.0, *SLACKS), waits, strict=True)))
     scale = started.scale
     started.loosen()
     best = started.best().solution
     assert best is not None and best.slack_seconds == chosen
-    assert len(started.fitting) == 1 + bool(chosen)
+    assert len(started.fitting) == 1 + quicker
     assert started.scale == scale
     names = [f"{1e3 * s:g} ms a copy" for s in SLACKS]
     assert [r.name for r in started.rounds] == ["search", *names[: compiles - 1]]
+
+
+@pytest.mark.parametrize(("first", "compiles"), [(9.5, 2), (3.0, 4), (0.0, 2)])
+def test_others_are_tried_where_one_is_quicker_and_still_waits(
+    planned, monkeypatch, first, compiles
+):
+    waits = dict(zip((0.0, *SLACKS), (9.0, first, 2.0, 1.0), strict=True))
+    started = run(planned, monkeypatch, waits, most=1)
+    started.loosen()
+    assert len(started.rounds) == compiles
 
 
 QUICKER = dict(zip((0.0, *SLACKS), (9.0, 3.0, 2.0, 1.0), strict=True))
