@@ -200,8 +200,13 @@ def main() -> int:
     if options.json and options.json.exists():
         result = json.loads(options.json.read_text())
     result["versions"] = versions()
-    for way in ways_of(options.net, options.only, options.auto):
-        if way.name in result["rows"] or not any(part in way.name for part in options.rows):
+    known = ways_of(options.net, options.only, options.auto)
+    wanted = [way for way in known if any(part in way.name for part in options.rows)]
+    if not wanted:
+        names = ", ".join(way.name for way in known)
+        parser.error(f"--rows {' '.join(options.rows)}: no row has that in its name, of {names}")
+    for way in wanted:
+        if way.name in result["rows"]:
             continue
         row = result["rows"][way.name] = measured(way, options, result["rows"])
         print(shown(way.name, row), flush=True)
