@@ -57,13 +57,14 @@ class Kernels:
         """
         at = self._with_others()
         leads = {n for index, n in enumerate(at) if n != index}
-        last = self._last_reads()
+        last, taken = self._last_reads(), set[int]()
         for index in range(len(at)):
             if at[index] == index and index not in leads and self._is_light(index):
                 freed = [r for r in self.reads[index] if last[r] == index and r in self.place]
                 more = sum([r.nbytes for r in freed if r not in kept])
                 if more > sum([v.nbytes for v in self.made[index]]):
-                    at[index] = self._as_early(index, at)
+                    at[index] = self._as_early(index, at, taken)
+                    taken.add(at[index])
         return tuple(at)
 
     def reduced_twice(self) -> frozenset[int]:
@@ -121,11 +122,12 @@ class Kernels:
                 last.update(dict.fromkeys(self.reads[index], index))
         return last
 
-    def _as_early(self, index: int, at: Sequence[int]) -> int:
+    def _as_early(self, index: int, at: Sequence[int], taken: Collection[int]) -> int:
         """The first operation behind all that one reads in whose place nothing else runs."""
         made = [at[self.place[r]] for r in self.reads[index] if r in self.place]
         ready = max([self.gates[index], *made])
-        return next((n for n in range(ready + 1, index) if self._is_idle(n)), index)
+        places = (n for n in range(ready + 1, index) if n not in taken and self._is_idle(n))
+        return next(places, index)
 
     def _is_idle(self, index: int) -> bool:
         return not self.made[index] and self.kinds[index] is not Kind.OPAQUE
