@@ -243,10 +243,9 @@ def main() -> int:
     ways["fitted"] = (alike, None)
     if on_gpu:
         ways["stock"] = (stock(whole(clipped)), where)
-        if not options.clip and options.stacked:
-            ways["stock scan"] = (stock(by_rows), where)
-        elif not options.clip:
-            ways["stock window"] = (stock(windowed), where)
+        # The other two update without clipping, a stack by its rows and others leaf by leaf.
+        name, program = ("stock scan", by_rows) if options.stacked else ("stock window", windowed)
+        ways |= {} if options.clip else {name: (stock(program), where)}
     for tokens in (options.tokens,) if options.peak else (options.tokens, options.long):
         x = jax.random.normal(jax.random.key(1), (tokens, options.width)).astype(jnp.bfloat16)
         alone = 0.0

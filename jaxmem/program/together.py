@@ -1,10 +1,10 @@
 """What XLA makes of several operations together: kernels of more than one result, and their order.
 
 Element-wise results of the same buffers, all of one size, are written by one kernel (multi-output
-fusion), and so is one that reads another which something reads that fuses with nothing: the three
-slices of an array that a convolution of volumes reads are 9 GiB in a 3D U-Net, with what they are slices of 12.
-What frees more than it takes does not wait for what stands between: the list scheduler starts it
-when it can.
+fusion), and so is one that reads another which is read by something that fuses with nothing: the
+three slices of an array that a convolution of volumes reads are 9 GiB in a 3D U-Net, with what
+they are slices of 12. What frees more than it takes does not wait for what stands between: the
+list scheduler starts it when it can.
 """
 
 from __future__ import annotations
