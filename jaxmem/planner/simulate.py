@@ -108,8 +108,9 @@ class Simulator:
         outputs: Sequence[Atom],
         closely: bool = False,
     ) -> Fusion:
-        keep, closely = self.rates.barriers_keep, closely and self.rates.together
-        return fuse(inputs, ops, outputs, barriers_keep=keep, closely=closely)
+        keep, together = self.rates.barriers_keep, self.rates.together
+        closely = closely and together
+        return fuse(inputs, ops, outputs, barriers_keep=keep, tuples=together, closely=closely)
 
     def step(self, block: Block) -> Simulation:
         """Simulate the whole step: its results have buffers of their own."""

@@ -36,6 +36,8 @@ _MOVING = frozenset(
     "broadcast_in_dim concatenate dynamic_slice gather pad rev slice split stack tile "
     "unstack".split()
 )
+# XLA:GPU has kernels that give a tuple for these: the result and a workspace.
+_IN_TUPLES = frozenset(["conv_general_dilated"])
 # Aliases as a rule; those that are not take the axes of their operand apart.
 _RESHAPES = frozenset(["expand_dims", "reshape", "squeeze"])
 
@@ -50,7 +52,7 @@ class Fusion:
         made: the buffers that each operation writes, by position.
         parts: for values that are computed from parts of buffers, the bytes read of each buffer.
         spared: the buffers whose place results of an operation cannot take, by position: it reads
-            them in another order than it writes, as they are fetched, or behind a landing.
+            them in another order than it writes, as they are fetched, or behind a barrier.
         passed: for reductions, the buffers that a kernel they are part of reads or makes anyway.
         at: the operation in whose place the kernel of each operation runs, by position.
     """
@@ -85,6 +87,7 @@ def fuse(
     outputs: Sequence[Atom],
     *,
     barriers_keep: bool = False,
+    tuples: bool = False,
     closely: bool = False,
 ) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer.
@@ -93,20 +96,25 @@ def fuse(
         inputs: what the line is given.
         ops: the line.
         outputs: what it returns.
-        barriers_keep: nothing is written over what waited for a copy in a barrier.
+        barriers_keep: nothing is written over what comes from behind a barrier.
+        tuples: nothing is written over what convolutions give, as XLA:GPU's are tuples.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
-            one, paddings that are undone, axes that are taken apart.
+            one, paddings that are undone, axes that are taken apart, numbers that are widened
+            where they are read.
     """
     apart = rearranged(ops) if closely else frozenset[Op]()
     same = undone(ops) if closely else {}
     kinds = tuple([_kind_in(op, apart, same) for op in ops])
     added = _added_in_place(ops, outputs)
-    demanded, readers = _demand(ops, kinds, outputs, added, same)
+    widening = _widening(ops) if closely else frozenset[Op]()
+    demanded, readers = _demand(ops, kinds, outputs, added, same, widening)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
     parts: dict[Value, dict[Value, int]] = {}
     moved: dict[Value, tuple[Value, ...]] = {}
+    views: set[Value] = set()
+    in_tuples = _IN_TUPLES if tuples else frozenset[str]()
     spared: list[tuple[Value, ...]] = []
     for op, kind in zip(ops, kinds, strict=True):
         written: tuple[Value, ...] = ()
@@ -114,8 +122,9 @@ def fuse(
         if kind is Kind.FUSED or op in added:
             merged = _merged(op, roots)
             some = _parts(op, roots, parts)
+            counted = {} if op in widening else readers
             for result in op.outputs:
-                real = result in demanded or _is_shared(result, merged, readers)
+                real = result in demanded or _is_shared(result, merged, counted)
                 if real:
                     written = (*written, result)
                 elif some is not None:
@@ -123,6 +132,8 @@ def fuse(
                 roots[result] = (result,) if real else merged
         elif kind is Kind.ALIAS:
             written = _renamed(op, roots, same.get(op))
+            if op.name in _RESHAPES:
+                views.update(op.outputs)
             if parts:
                 parts.update(_parts_renamed(op, roots, parts))
         else:
@@ -132,8 +143,8 @@ def fuse(
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
         spared.append(away)
-        if away or op.barrier or op.transfer:
-            moved.update(_handed_on(op, roots, moved, (written, away), barriers_keep))
+        if away or op.barrier or op.transfer or op.name in in_tuples:
+            moved.update(_handed_on(op, roots, moved, (written, away), views, barriers_keep))
     passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
     at = tuple(range(len(ops)))
     fusion = Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed, at)
@@ -144,10 +155,16 @@ def _put_together(fusion: Fusion, ops: Sequence[Op], outputs: Sequence[Atom]) ->
     """With what XLA makes of several kernels."""
     roots, spared = fusion.roots, list(fusion.spared)
     kernels = Kernels.of(ops, fusion.kinds, roots, fusion.made)
-    for index in kernels.reduced_twice():
-        spared[index] = _merged(ops[index], roots)
     kept = {root for v in outputs if isinstance(v, Value) for root in roots[v]}
-    return replace(fusion, spared=tuple(spared), at=kernels.runs_at(kept))
+    at = kernels.runs_at(kept)
+    in_tuples = kernels.in_tuples(at, fusion.passed)
+    for index, op in enumerate(ops):
+        if fusion.made[index] and not in_tuples.isdisjoint(kernels.reads[index]):
+            found = [root for root in _merged(op, roots) if root in in_tuples]
+            spared[index] = (*spared[index], *found)
+    for index in kernels.reduced_twice(fusion.passed):
+        spared[index] = _merged(ops[index], roots)
+    return replace(fusion, spared=tuple(spared), at=at)
 
 
 def _kind_in(op: Op, apart: Collection[Op], same: Mapping[Op, Value]) -> Kind:
@@ -161,20 +178,28 @@ def _handed_on(
     roots: Mapping[Value, tuple[Value, ...]],
     moved: Mapping[Value, tuple[Value, ...]],
     found: tuple[tuple[Value, ...], tuple[Value, ...]],
+    views: Collection[Value],
     barriers_keep: bool,
 ) -> dict[Value, tuple[Value, ...]]:
     """What of the buffers behind each result its readers cannot write over.
 
-    ``found`` are the buffers that ``op`` writes, and those it cannot write over itself.
+    ``found`` are the buffers that ``op`` writes, and those it cannot write over itself; ``views``
+    what reshapes made.
     """
-    landing = op.barrier and any(v.host for v in op.values)
-    if op.transfer == "fetch" or (landing and barriers_keep):
+    if op.transfer == "fetch" or op.name in _IN_TUPLES:
         return {v: roots[v] for v in op.outputs}
     if op.barrier:
-        given = zip(op.inputs, op.outputs, strict=True)
-        return {v: moved[r] for r, v in given if isinstance(r, Value) and r in moved}
+        given = [(r, v) for r, v in zip(op.inputs, op.outputs, strict=True) if isinstance(r, Value)]
+        kept = {v: roots[v] for r, v in given if barriers_keep or r in views}
+        return {v: moved[r] for r, v in given if r in moved} | kept
     written, away = found
     return {v: away for v in op.outputs if v not in written}
+
+
+def _widening(ops: Sequence[Op]) -> frozenset[Op]:
+    """Those that give the same numbers in more bytes: XLA writes what they read instead."""
+    converts = (op for op in ops if op.name == "convert_element_type" and op.values)
+    return frozenset([op for op in converts if op.values[0].nbytes < op.outputs[0].nbytes])
 
 
 def _is_shared(result: Value, merged: Sequence[Value], readers: Mapping[Value, int]) -> bool:
@@ -194,11 +219,11 @@ def _moved(
 ) -> tuple[Value, ...]:
     """The buffers that ``op`` reads, or what is fused into it does, and cannot write over.
 
-    XLA:GPU never writes over a copy from the host, nor, before jax 0.12, over an operand that comes
-    from behind a barrier: an Adam update of 64 MiB leaves that wait on the host takes 552 MiB, and
-    472 if it did (absent H200, jax 0.10.2 and 0.11.2). Of barriers only landings count, which hold
-    copies: with all of them, what is recomputed was predicted no nearer (eight products of 4096,
-    six programs: 0.2 to 10.6% off, and 1.1 to 5% without).
+    XLA:GPU never writes over a copy from the host: an Adam update of 64 MiB leaves that wait on the
+    host takes 552 MiB, and 472 if it did (absent H200, jax 0.10.2 and 0.11.2). Before jax 0.12 it
+    writes over nothing that comes from behind a barrier, and since then not over what went through
+    one as another shape: two products that one kernel reads behind a barrier take three times their
+    bytes with it, and two without.
     """
     if kind is Kind.OPAQUE or op.barrier or op.transfer:
         return ()
@@ -324,6 +349,7 @@ def _demand(
     outputs: Sequence[Atom],
     added: dict[Op, Value],
     same: Mapping[Op, Value],
+    widening: Collection[Op],
 ) -> tuple[set[Value], dict[Value, int]]:
     """Values that something unfusable reads, and how many operations read each value."""
     demanded = {value for value in outputs if isinstance(value, Value)} | set(added.values())
@@ -337,8 +363,10 @@ def _demand(
                     demanded.add(value)
                 readers[value] = readers.get(value, 0) + readers.get(result, 0)
             continue
+        through = op in widening and op.outputs[0] not in demanded
         for value in op.values:
-            readers[value] = readers.get(value, 0) + 1
+            times = readers.get(op.outputs[0], 0) if through else 1
+            readers[value] = readers.get(value, 0) + times
         if op in added:
             demanded.update(op.values[1:])
             continue

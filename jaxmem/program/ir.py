@@ -16,6 +16,7 @@ from jaxmem.errors import ArgumentError
 from jaxmem.program.value import Atom, Value, aval_bytes
 
 Transfer = Literal["", "send", "fetch"]
+_BARRIER = jax.lax.optimization_barrier_p
 
 
 class Op:
@@ -29,7 +30,8 @@ class Op:
         loop: for a ``scan`` its body and arity, else ``None``.
         recompute: name of the recomputation or transfer this operation belongs to, "" for the
             user's own.
-        barrier: true for the barriers the schedule adds (results are the operands, unchanged).
+        barrier: true for optimization barriers, the user's and those the schedule adds (results are
+            the operands, unchanged).
         transfer: ``"send"`` for the copies to host memory that the schedule adds, ``"fetch"`` for
             those back to the device, "" for everything else.
         values: the distinct operands that are values, literals left out.
@@ -63,7 +65,7 @@ class Op:
         self.outputs = outputs
         self.loop = loop
         self.recompute = recompute
-        self.barrier = barrier
+        self.barrier = barrier or eqn.primitive is _BARRIER
         self.transfer: Transfer = transfer
         self._origin = origin
         self.values = tuple(dict.fromkeys([v for v in inputs if isinstance(v, Value)]))

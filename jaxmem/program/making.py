@@ -40,6 +40,18 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.make_jaxpr(lambda: lax.empty(shape, dtype))()
 
 
+def behind_barrier(value: Value, place: jex.JaxprEqn) -> Op:
+    """The operation that gives ``value`` once it is made, and the compiler cannot look behind."""
+    (eqn,) = _barrier(value.aval.shape, value.aval.dtype).eqns
+    result = Value(value.aval, f"{value.key}.behind", layout=value.layout)
+    return Op(eqn.replace(source_info=place.source_info, ctx=place.ctx), (value,), (result,))
+
+
+@functools.lru_cache(maxsize=1024)
+def _barrier(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.make_jaxpr(lax.optimization_barrier)(jax.ShapeDtypeStruct(shape, dtype))
+
+
 def kept_apart(value: Value, other: Value, place: jex.JaxprEqn) -> tuple[tuple[Op, ...], Value]:
     """``value`` once more, in operations that make the compiler keep ``other`` until it is there.
 

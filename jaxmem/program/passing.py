@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from jaxmem.program.gates import gates
 from jaxmem.program.ir import Op, Value
 from jaxmem.program.primitives import Kind
 
@@ -34,19 +35,15 @@ def read_in_passing(
     found: dict[Op, frozenset[Value]] = {}
     since: dict[Value, int] = {}
     near: dict[tuple, list[tuple[int, frozenset[Value]]]] = {}
-    behind = -1
-    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
-        if op.barrier or op.name == "optimization_barrier":
-            behind = index
-            near.clear()
-        elif kind is Kind.REDUCE and op.values:
+    for index, (op, kind, gate) in enumerate(zip(ops, kinds, gates(ops, kinds), strict=True)):
+        if kind is Kind.REDUCE and op.values:
             reads = frozenset([root for v in op.values for root in roots[v]])
             last = max([since.get(root, -1) for root in reads], default=-1)
-            shape = op.values[0].aval.shape
-            siblings = near.setdefault((shape, op.eqn.params.get("axes")), [])
+            shape, size = op.values[0].aval.shape, op.values[0].aval.size
+            siblings = near.setdefault((shape, op.eqn.params.get("axes"), gate), [])
             shared = _with_sibling(reads, last, siblings)
-            if not shared and last > behind and kinds[last] is Kind.FUSED:
-                shared = frozenset([v for v in made[last] if v in reads and v.aval.shape == shape])
+            if not shared and last > gate and kinds[last] is Kind.FUSED:
+                shared = frozenset([v for v in made[last] if v in reads and v.aval.size == size])
             if shared:
                 found[op] = shared
             siblings.append((index, reads))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxmem.program.gates import gates
 from jaxmem.program.ir import Op, Value
 from jaxmem.program.primitives import Kind
 
@@ -47,7 +48,7 @@ class Kernels:
         """Those of operations whose values have these buffers behind them."""
         reads = [frozenset([r for v in op.values for r in roots[v]]) for op in ops]
         place = {value: index for index, values in enumerate(made) for value in values}
-        return cls(ops, kinds, reads, made, _gates(ops, kinds), place)
+        return cls(ops, kinds, reads, made, gates(ops, kinds), place)
 
     def runs_at(self, kept: Collection[Value]) -> tuple[int, ...]:
         """The operation in whose place the kernel of each operation runs.
@@ -67,21 +68,40 @@ class Kernels:
                     taken.add(at[index])
         return tuple(at)
 
-    def reduced_twice(self) -> frozenset[int]:
+    def in_tuples(
+        self, at: Sequence[int], passed: Mapping[Op, Collection[Value]]
+    ) -> frozenset[Value]:
+        """The buffers that their kernels give as parts of a tuple.
+
+        Nothing is written over them: what reads them reads an element of the tuple, and XLA's
+        buffer assignment looks for what makes it among the operands. (A convolution gives one with
+        its workspace, which is seen without looking closely.)
+
+        Args:
+            at: the operation in whose place the kernel of each operation runs.
+            passed: for reductions, the buffers that a kernel they are part of reads or makes.
+        """
+        results: dict[int, list[Value]] = {}
+        for index, values in enumerate(self.made):
+            if self._is_light(index):
+                results.setdefault(at[index], []).extend(values)
+        found = {v for values in results.values() if len(values) > 1 for v in values}
+        summed = {v for buffers in passed.values() for v in buffers if v in self.place}
+        found.update(v for v in summed if self._is_light(self.place[v]))
+        return frozenset(found)
+
+    def reduced_twice(self, passed: Mapping[Op, Collection[Value]]) -> frozenset[int]:
         """Element-wise operations whose kernels have several reductions of their results in them.
 
         One of them orders such a kernel. It writes over nothing that the others read.
+
+        Args:
+            passed: as for :meth:`in_tuples`.
         """
         counts: dict[int, int] = {}
-        for index, (op, kind) in enumerate(zip(self.ops, self.kinds, strict=True)):
-            if kind is not Kind.REDUCE:
-                continue
-            last = max([self.place.get(root, -1) for root in self.reads[index]], default=-1)
-            if last < self.gates[index] or not self._is_light(last):
-                continue
-            alike = [v for v in self.made[last] if v.aval.size == op.values[0].aval.size]
-            if self.reads[index].intersection(alike):
-                counts[last] = counts.get(last, 0) + 1
+        for buffers in passed.values():
+            for index in {self.place[v] for v in buffers if v in self.place}:
+                counts[index] = counts.get(index, 0) + self._is_light(index)
         return frozenset([index for index, count in counts.items() if count > 1])
 
     def _is_light(self, index: int) -> bool:
@@ -131,16 +151,3 @@ class Kernels:
 
     def _is_idle(self, index: int) -> bool:
         return not self.made[index] and self.kinds[index] is not Kind.OPAQUE
-
-
-def _gates(ops: Sequence[Op], kinds: Sequence[Kind]) -> list[int]:
-    behind: dict[Value, int] = {}
-    gates = []
-    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
-        gate = max([behind.get(v, -1) for v in op.values], default=-1)
-        gates.append(gate)
-        if op.barrier or op.name == "optimization_barrier":
-            behind.update(dict.fromkeys(op.outputs, index))
-        elif gate >= 0 and kind in (Kind.FUSED, Kind.ALIAS):
-            behind.update(dict.fromkeys(op.outputs, gate))
-    return gates

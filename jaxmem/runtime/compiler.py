@@ -11,6 +11,7 @@ from jaxmem._compat import BARRIERS_KEEP_PLACES
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
+from jaxmem.program.apart import with_sums_apart
 from jaxmem.program.cost import Rates
 from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
@@ -132,6 +133,8 @@ class Compiler:
         rates = rates_of(self.target)
         compiled = split(given, self.target, rates, self.pinned)
         self.program = with_gathered(given)
+        if self.target.platform == "gpu":
+            self.program = with_sums_apart(self.program)
         self.pinned = has_pins(given.block)
         if compiled is not None and self.program is given:
             # Splitting it had it compiled, and nothing was put in since.
