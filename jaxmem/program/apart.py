@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from jaxmem.program.fusion import Fusion, fuse
 from jaxmem.program.ir import Atom, Block, Op, Program, Value
-from jaxmem.program.making import behind_barrier
+from jaxmem.program.making import BEHIND, behind_barrier
 from jaxmem.program.primitives import Kind
 
 # From here on XLA's kernels take whole warps of columns; of 96 and 192 they are not slow.
@@ -43,6 +43,12 @@ def with_sums_apart(program: Program) -> Program:
                 ops.append(behind_barrier(value, op.eqn))
                 (behind[value],) = ops[-1].outputs
     return replace(program, block=replace(block, ops=tuple(ops)))
+
+
+def kept_apart_in(program: Program) -> int:
+    """How many arrays of ``program`` stand behind such barriers."""
+    made = [v for op in program.block.ops if op.barrier for v in op.outputs]
+    return sum(str(v.key).endswith(BEHIND) for v in made)
 
 
 def _reading(op: Op, behind: Mapping[Atom, Value]) -> Op:

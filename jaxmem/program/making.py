@@ -16,6 +16,8 @@ from jax.sharding import AxisType
 
 from jaxmem.program.ir import Op, Value
 
+# Ends the name of what stands behind a barrier of ours.
+BEHIND = ".behind"
 _INDEX = ShapedArray((), np.uint32)
 
 
@@ -43,7 +45,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
 def behind_barrier(value: Value, place: jex.JaxprEqn) -> Op:
     """The operation that gives ``value`` once it is made, and the compiler cannot look behind."""
     (eqn,) = _barrier(value.aval.shape, value.aval.dtype).eqns
-    result = Value(value.aval, f"{value.key}.behind", layout=value.layout)
+    result = Value(value.aval, f"{value.key}{BEHIND}", layout=value.layout)
     return Op(eqn.replace(source_info=place.source_info, ctx=place.ctx), (value,), (result,))
 
 

@@ -11,6 +11,7 @@ from jaxmem.planner.level import StillKept
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.segments import splittable
 from jaxmem.planner.simple import WHY
+from jaxmem.program.apart import kept_apart_in
 from jaxmem.runtime import describe, policed
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import NOTHING, Exposed
@@ -157,6 +158,11 @@ def _notes(
             what = "the plan is a simple answer, which takes no search"
         yield f"the time limit of {compiler.deadline.seconds:g} s ended the search: {what}"
     yield from _split_notes(compiler)
+    if apart := kept_apart_in(compiler.program):
+        yield (
+            f"{apart} arrays are written before they are summed over few columns, each behind a "
+            "barrier: XLA:GPU's kernels that do both are slow"
+        )
     if compiler.mute:
         yield "its callbacks were left out of the program compiled for that"
 

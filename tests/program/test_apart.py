@@ -129,6 +129,7 @@ def test_plans_for_a_gpu_have_it_and_those_for_a_cpu_do_not(target, found):
     args = tuple(traced(24).avals())
     _, outcome = fit(step, target=target, budget=None, progress=False)._planned(args, {})
     assert any(op.barrier for op in outcome.block.ops) == found
+    assert any("summed over few columns" in note for note in outcome.plan.notes) == found
 
 
 @settings(max_examples=50, deadline=None)
