@@ -23,7 +23,7 @@ from jaxmem.program.undoing import undone
 _MOST_ROOTS = 8
 # Several readers share one buffer instead of each recomputing it when reading its roots again
 # would move clearly more bytes than reading the buffer (the residual stream of a transformer).
-_SHARING_RATIO = 1.5
+SHARING_RATIO = 1.5
 _BROADCASTS = frozenset(["broadcast_in_dim", "full"])
 # These read as much of their first operand as they return.
 _SLICING = frozenset(["dynamic_slice", "gather", "slice", "split", "unstack"])
@@ -52,7 +52,7 @@ class Fusion:
         made: the buffers that each operation writes, by position.
         parts: for values that are computed from parts of buffers, the bytes read of each buffer.
         spared: the buffers whose place results of an operation cannot take, by position: it reads
-            them in another order than it writes, as they are fetched, or behind a barrier.
+            them in another order than it writes, as they are fetched, or behind a landing.
         passed: for reductions, the buffers that a kernel they are part of reads or makes anyway.
         at: the operation in whose place the kernel of each operation runs, by position.
     """
@@ -96,7 +96,7 @@ def fuse(
         inputs: what the line is given.
         ops: the line.
         outputs: what it returns.
-        barriers_keep: nothing is written over what comes from behind a barrier.
+        barriers_keep: nothing is written over what waited for a copy in a barrier.
         tuples: nothing is written over what convolutions give, as XLA:GPU's are tuples.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
@@ -190,7 +190,8 @@ def _handed_on(
         return {v: roots[v] for v in op.outputs}
     if op.barrier:
         given = [(r, v) for r, v in zip(op.inputs, op.outputs, strict=True) if isinstance(r, Value)]
-        kept = {v: roots[v] for r, v in given if barriers_keep or r in views}
+        landing = barriers_keep and any(r.host for r, _ in given)
+        kept = {v: roots[v] for r, v in given if landing or r in views}
         return {v: moved[r] for r, v in given if r in moved} | kept
     written, away = found
     return {v: away for v in op.outputs if v not in written}
@@ -208,7 +209,7 @@ def _is_shared(result: Value, merged: Sequence[Value], readers: Mapping[Value, i
         return True
     if readers.get(result, 0) <= 1:
         return False
-    return sum([root.nbytes for root in merged]) > _SHARING_RATIO * result.nbytes
+    return sum([root.nbytes for root in merged]) > SHARING_RATIO * result.nbytes
 
 
 def _moved(
@@ -219,11 +220,12 @@ def _moved(
 ) -> tuple[Value, ...]:
     """The buffers that ``op`` reads, or what is fused into it does, and cannot write over.
 
-    XLA:GPU never writes over a copy from the host: an Adam update of 64 MiB leaves that wait on the
-    host takes 552 MiB, and 472 if it did (absent H200, jax 0.10.2 and 0.11.2). Before jax 0.12 it
-    writes over nothing that comes from behind a barrier, and since then not over what went through
-    one as another shape: two products that one kernel reads behind a barrier take three times their
-    bytes with it, and two without.
+    XLA:GPU never writes over a copy from the host, nor, before jax 0.12, over an operand that comes
+    from behind a barrier: an Adam update of 64 MiB leaves that wait on the host takes 552 MiB, and
+    472 if it did (absent H200, jax 0.10.2 and 0.11.2). Of barriers only landings count, which hold
+    copies: with all of them, what is recomputed was predicted no nearer (eight products of 4096,
+    six programs: 0.2 to 10.6% off, and 1.1 to 5% without), and in half of its memory such a chain
+    took 5% longer. What went through a barrier as another shape is never written over.
     """
     if kind is Kind.OPAQUE or op.barrier or op.transfer:
         return ()
