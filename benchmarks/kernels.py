@@ -3,10 +3,12 @@
     python benchmarks/kernels.py unet3d --budget 39.10GiB 23.46GiB --json OUT    # on the device
     JAX_PLATFORMS=cpu python benchmarks/kernels.py unet3d --budget 39GiB         # predicted only
     python benchmarks/kernels.py gpt --budget 33.89GiB --policy nothing_saveable # beside stock JAX
+    python benchmarks/kernels.py unet3d --budget 23.46GiB --joined # sums not kept apart as well
 
 Plans a net of ``headline.py`` inside each budget (as written first), profiles one step and adds up
 its kernels by what they are: convolutions, matrix products, everything else. Beside each sum is
-that of the simulator. ``--policy`` adds the net with a checkpoint policy of JAX on every block.
+that of the simulator. ``--policy`` adds the net with a checkpoint policy of JAX on every block,
+``--joined`` each budget without the barriers that keep narrow sums apart from what they sum.
 The longest kernels are listed with the bytes of their operands and results, by which one sees which
 are slower than the device's memory, and what all blocks do alike is added up. Command buffers are
 off, so that each kernel is traced by itself.
@@ -15,9 +17,11 @@ off, so that each kernel is traced by itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gzip
 import importlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
@@ -40,6 +45,7 @@ from benchmarks.predicted import measured_target
 from benchmarks.timing import compared
 from benchmarks.workloads.base import JaxWorkload
 from jaxmem.planner.simulate import Simulator
+from jaxmem.runtime import compiler
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets.target import Target
 
@@ -148,6 +154,7 @@ def main() -> int:
     parser.add_argument("--size")
     parser.add_argument("--budget", nargs="*", default=[])
     parser.add_argument("--policy", nargs="*", default=[], help="of jax.checkpoint_policies")
+    parser.add_argument("--joined", action="store_true", help="also without barriers before sums")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     module = importlib.import_module(f"benchmarks.workloads.{options.net}")
@@ -157,13 +164,18 @@ def main() -> int:
     target = jaxmem.Target.local() if on_gpu else measured_target()
     result: dict[str, Any] = {"net": options.net, "size": size, "versions": versions(), "rows": []}
     shapes = (jax.eval_shape(work.state), jax.eval_shape(work.batch))
-    for budget in [None, *options.budget]:
+    for budget, joined in itertools.product([None, *options.budget], [False, True]):
+        if joined and not options.joined:
+            continue
         fitted = functools.partial(jaxmem.fit, budget=budget, donate_argnums=0, progress=False)
         step = fitted(work.step, target=None if on_gpu else target)
-        plan = step.plan(*shapes)
+        with as_it_was() if joined else contextlib.nullcontext():
+            plan = step.plan(*shapes)
         _, outcome = step._planned(shapes, {})
         row: dict[str, Any] = {
             "budget": budget,
+            "joined": joined,
+            "compiled_bytes": plan.compiled_bytes,
             "solver": plan.solver,
             "predicted_ms": plan.predicted_seconds * 1e3,
             "predicted_by_class_ms": predicted(outcome, target),
@@ -183,6 +195,11 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def as_it_was() -> Any:
+    """Within, plans leave sums in the kernels that write what they sum."""
+    return mock.patch.object(compiler, "with_sums_apart", lambda program: program)
 
 
 def with_policy(module: Any, size: str, policy: str) -> dict[str, Any]:

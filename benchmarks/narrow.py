@@ -103,9 +103,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtypes", nargs="*", default=dtypes, choices=dtypes)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if min(options.columns) < 1 or options.elements < SLICES * max(options.columns):
+        parser.error(
+            f"--elements is at least {SLICES} rows of each of --columns, which are 1 or more"
+        )
     rows = []
     for dtype, columns, name in itertools.product(options.dtypes, options.columns, WAYS):
         rows.append(row(name, columns, dtype, options.elements))

@@ -37,7 +37,7 @@ class Rates:
             gradient of its kernel takes ``SUMMED`` of that.
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
             is as fast as alone.
-        barriers_keep: whether the compiler writes nothing over what waited for a copy in a barrier.
+        barriers_keep: whether the compiler writes nothing over what comes from behind a barrier.
         together: whether it makes one kernel of several results, as XLA:GPU does.
     """
 

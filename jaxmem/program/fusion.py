@@ -96,7 +96,8 @@ def fuse(
         inputs: what the line is given.
         ops: the line.
         outputs: what it returns.
-        barriers_keep: nothing is written over what waited for a copy in a barrier.
+        barriers_keep: nothing is written over what comes from behind a barrier of the program's, or
+            waited for a copy in one.
         tuples: nothing is written over what convolutions give, as XLA:GPU's are tuples.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
@@ -190,8 +191,8 @@ def _handed_on(
         return {v: roots[v] for v in op.outputs}
     if op.barrier:
         given = [(r, v) for r, v in zip(op.inputs, op.outputs, strict=True) if isinstance(r, Value)]
-        landing = barriers_keep and any(r.host for r, _ in given)
-        kept = {v: roots[v] for r, v in given if landing or r in views}
+        counts = not op.recompute or any(r.host for r, _ in given)
+        kept = {v: roots[v] for r, v in given if (barriers_keep and counts) or r in views}
         return {v: moved[r] for r, v in given if r in moved} | kept
     written, away = found
     return {v: away for v in op.outputs if v not in written}
@@ -222,10 +223,11 @@ def _moved(
 
     XLA:GPU never writes over a copy from the host, nor, before jax 0.12, over an operand that comes
     from behind a barrier: an Adam update of 64 MiB leaves that wait on the host takes 552 MiB, and
-    472 if it did (absent H200, jax 0.10.2 and 0.11.2). Of barriers only landings count, which hold
-    copies: with all of them, what is recomputed was predicted no nearer (eight products of 4096,
-    six programs: 0.2 to 10.6% off, and 1.1 to 5% without), and in half of its memory such a chain
-    took 5% longer. What went through a barrier as another shape is never written over.
+    472 if it did (absent H200, jax 0.10.2 and 0.11.2). The program's own barriers count, and of
+    those that schedules add the landings, which hold copies: with all of them, what is recomputed
+    was predicted no nearer (eight products of 4096, six programs: 0.2 to 10.6% off, and 1.1 to 5%
+    without), and in half of its memory such a chain was predicted to take 5% longer. What went
+    through a barrier as another shape is never written over.
     """
     if kind is Kind.OPAQUE or op.barrier or op.transfer:
         return ()

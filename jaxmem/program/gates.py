@@ -11,7 +11,7 @@ from jaxmem.program.primitives import Kind
 def gates(ops: Sequence[Op], kinds: Sequence[Kind]) -> list[int]:
     """For each operation the position of the last barrier that what it reads went through.
 
-    -1 for none. Element-wise operations are looked through; a kernel of its own is none's.
+    -1 for none. Element-wise operations are looked through, what is a kernel of its own is not.
     """
     behind: dict[Value, int] = {}
     found = []

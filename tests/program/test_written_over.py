@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmem._compat import BARRIERS_KEEP_PLACES
 from jaxmem.planner.simulate import Simulator
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
@@ -84,14 +83,8 @@ CASES = [
 ]
 
 
-# Before jax 0.12 XLA writes nothing over these; paper counts that for what waited for a copy only.
-BEHIND = (behind_a_barrier, behind_two, reshaped_after)
-
-
 @pytest.mark.parametrize("function, shapes", CASES, ids=[f.__name__ for f, _ in CASES])
 def test_paper_has_what_is_compiled(function, shapes):
-    if BARRIERS_KEEP_PLACES and function in BEHIND:
-        pytest.skip("before jax 0.12 nothing is written over what comes from behind a barrier")
     step = program(function, *shapes)
     block = step.block
     compiled = compile_for("h200", as_function(block), step.avals()).memory.temp_bytes
