@@ -91,7 +91,8 @@ def _written(block: Block, fusion: Fusion) -> frozenset[Value]:
 def _is_narrow_sum(op: Op) -> bool:
     if op.barrier or op.name != "reduce_sum" or not op.values:
         return False
-    shape = op.values[0].aval.shape
+    given = op.values[0]
+    shape = given.aval.shape if given.layout is None else given.layout.part_shape(given.aval)
     rows, columns = _rows_and_columns(shape, op.eqn.params["axes"])
     few = rows < _FEW_ROWS or math.prod(shape) < _FEW_ELEMENTS
     return 1 < columns < _ENOUGH_COLUMNS and not few

@@ -38,10 +38,14 @@ class Layout:
         """The axes of one dimension."""
         return frozenset(self.axes[dimension])
 
-    def part_bytes(self, aval: Any) -> int:
-        """Bytes of the largest part, which each device has room for."""
+    def part_shape(self, aval: Any) -> tuple[int, ...]:
+        """Shape of the largest part, which each device has room for."""
         pairs = zip(aval.shape, self.parts, strict=True)
-        return math.prod(-(-size // parts) for size, parts in pairs) * aval.dtype.itemsize
+        return tuple([-(-size // parts) for size, parts in pairs])
+
+    def part_bytes(self, aval: Any) -> int:
+        """Bytes of the largest part."""
+        return math.prod(self.part_shape(aval)) * aval.dtype.itemsize
 
     def stacked(self) -> Layout:
         """That of a stack of such arrays: every device has its part of each."""

@@ -160,8 +160,8 @@ def _notes(
     yield from _split_notes(compiler)
     if apart := kept_apart_in(compiler.program):
         yield (
-            f"{apart} arrays are written before they are summed over few columns, each behind a "
-            "barrier: XLA:GPU's kernels that do both are slow"
+            "arrays that are written first and then, behind a barrier, summed over few columns: "
+            f"{apart}. XLA:GPU's kernels that do both at once are slow"
         )
     if compiler.mute:
         yield "its callbacks were left out of the program compiled for that"

@@ -16,6 +16,7 @@ from jaxmem import fit, plan
 from jaxmem.program import apart
 from jaxmem.program.apart import with_sums_apart
 from jaxmem.program.ir import Program
+from jaxmem.program.layout import Layout
 from jaxmem.rewrite.emit import as_function
 from jaxmem.targets import compile_for
 from tests.planner.lines import program
@@ -39,6 +40,12 @@ def stored(x, y, w, groups: int = 8):
     wide = z.astype(jnp.float32).reshape(*z.shape[:-1], groups, -1)
     axes = (*range(z.ndim - 1), z.ndim)
     return z @ w, wide.mean(axes), (wide * wide).mean(axes)
+
+
+def summed(x, y, w):
+    """An array and the sums of its columns."""
+    z = x + y
+    return z, z.astype(jnp.float32).sum((0, 1, 2)), w
 
 
 def loss(x, y, w):
@@ -76,6 +83,15 @@ def test_what_is_summed_over_few_columns_stands_behind_a_barrier(channels, place
     assert (barriers(kept) > barriers(given)) == found
     if not found:
         assert kept is given
+
+
+@pytest.mark.parametrize("channels, parts, found", [(96, 1, False), (96, 4, True), (24, 24, False)])
+def test_columns_are_those_that_a_device_has(channels, parts, found):
+    given = traced(channels, function=summed)
+    for value in {v for op in given.block.ops for v in (*op.values, *op.outputs)}:
+        if value.aval.shape == (*PLACES, channels):
+            value.lay_out(Layout(((), (), (), (("model", parts),))))
+    assert (with_sums_apart(given) is not given) == found
 
 
 def test_once_is_enough():
@@ -129,7 +145,7 @@ def test_plans_for_a_gpu_have_it_and_those_for_a_cpu_do_not(target, found):
     args = tuple(traced(24).avals())
     _, outcome = fit(step, target=target, budget=None, progress=False)._planned(args, {})
     assert any(op.barrier for op in outcome.block.ops) == found
-    assert any("summed over few columns" in note for note in outcome.plan.notes) == found
+    assert any("behind a barrier, summed" in note for note in outcome.plan.notes) == found
 
 
 @settings(max_examples=100, deadline=None)
