@@ -55,13 +55,18 @@ class Shape:
     parts: tuple[Shape, ...]
     space: int = 0
 
+    @property
+    def size(self) -> int:
+        """How many numbers an array has."""
+        return math.prod(self.dims)
+
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of its numbers, without padding."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         bits = 8 if self.dtype == "bool" else int((_BITS.findall(self.dtype) or [0])[0])
-        return -(-math.prod(self.dims) * bits // 8)
+        return -(-self.size * bits // 8)
 
     def at(self, index: tuple[int, ...]) -> Shape:
         """The shape of a part of a tuple."""

@@ -6,7 +6,7 @@ The only judge of bytes before the compiler. It knows nothing of how a schedule 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.planner.links import Links
@@ -35,6 +35,31 @@ IN_PLACE = frozenset(
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """What a kernel takes beside its operands and results.
+
+    Attributes:
+        nbytes: of the room that it works in.
+        parts_bytes: of the parts of its result, where that is only there when another kernel has
+            added them up, after the operands are read; 0 where it has none.
+    """
+
+    nbytes: int = 0
+    parts_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of both, which are there at once."""
+        return self.nbytes + self.parts_bytes
+
+    def beside(self, made_bytes: int, dead_bytes: int) -> int:
+        """Bytes of it over what is there anyway: results, and operands that die here."""
+        if not self.parts_bytes:
+            return self.nbytes
+        return max(0, self.total_bytes - made_bytes, self.parts_bytes - dead_bytes)
+
+
+@dataclass(frozen=True)
 class Lifetime:
     """A buffer: from the operation that makes it to the last one that reads it."""
 
@@ -58,6 +83,7 @@ class Simulation:
             not counted at the operation that does so.
         results: those that are results of the step.
         host_bytes: the most temporary bytes in host memory at once.
+        over: by what is written over in place the result that is written there.
     """
 
     temp_bytes: int
@@ -69,6 +95,7 @@ class Simulation:
     ends: dict[Value, int]
     results: set[Value]
     host_bytes: int = 0
+    over: Mapping[Value, Value] = field(default_factory=dict)
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -83,9 +110,15 @@ class Simulation:
 
 @dataclass
 class Simulator:
-    """Simulates blocks of one program on one device; remembers loop bodies it has seen."""
+    """Simulates blocks of one program on one device; remembers loop bodies it has seen.
+
+    Attributes:
+        rates: of the device.
+        workspaces: of operations of the program as written, where they are known.
+    """
 
     rates: Rates
+    workspaces: Mapping[Op, Workspace] = field(default_factory=dict)
     _bodies: dict[int, tuple[Block, Simulation]] = field(default_factory=dict)
     _rows: dict[int, tuple[Block, float]] = field(default_factory=dict)
     _inner: dict[Op, int] = field(default_factory=dict)
@@ -155,6 +188,7 @@ class Simulator:
                 dying.setdefault(end, []).append(value)
         live, seconds, timeline = 0, 0.0, []
         replaced: dict[Value, int] = {}
+        shared: dict[Value, Value] = {}
         kernels = _kernels(fusion, kept_out)
         for index, (op, kind, made) in enumerate(zip(ops, kinds, fusion.made, strict=True)):
             dead = dying.get(index)
@@ -169,8 +203,9 @@ class Simulator:
                     over = written_over(ops[by], kinds[by], kernel.born, dead, fusion.spared[by])
                     now -= sum([v.nbytes for v in over])
                     replaced.update(dict.fromkeys(over, index))
+                    shared.update(over)
             if kind is Kind.OPAQUE:
-                now += self.working_bytes(op)
+                now += self.working_bytes(op) + self._beside(op, made, dead or ())
             timeline.append(now)
             if dead:
                 live -= sum([v.nbytes for v in dead])
@@ -191,6 +226,7 @@ class Simulator:
             ends,
             kept_out,
             host_bytes,
+            shared,
         )
 
     def seconds_of(
@@ -275,6 +311,11 @@ class Simulator:
                 self._inner[op.origin] = known
         return known
 
+    def _beside(self, op: Op, made: Sequence[Value], dead: Sequence[Value]) -> int:
+        """Bytes of its workspace over what is there while ``op`` runs."""
+        workspace = self.workspaces.get(op.origin) if self.workspaces else None
+        return workspace.beside(_bytes_of(made), _bytes_of(dead)) if workspace else 0
+
     def inside(self, op: Op) -> tuple[Block, Simulation] | None:
         """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""
         if op.loop is not None:
@@ -343,6 +384,10 @@ class _Kernel:
     in_order: bool = True
 
 
+def _bytes_of(values: Iterable[Value]) -> int:
+    return sum([v.nbytes for v in values])
+
+
 def _kernels(fusion: Fusion, kept_out: set[Value]) -> dict[int, _Kernel]:
     """By position what is written there; buffers that are not temporary are left out."""
     kernels: dict[int, _Kernel] = {}
@@ -394,15 +439,15 @@ def last_read(block: Block, fusion: Fusion, inputs: Sequence[Value]) -> dict[Val
 
 def written_over(
     op: Op, kind: Kind, born: Sequence[Value], dying: Sequence[Value], spared: Sequence[Value]
-) -> list[Value]:
-    """The operands that die here and that results of the same size are written over."""
+) -> dict[Value, Value]:
+    """The operands that die here, each with the result of the same size that is written over it."""
     if kind is not Kind.FUSED and op.name not in IN_PLACE:
-        return []
+        return {}
     free = [v for v in dying if v not in born and v not in spared]
-    over = []
+    over = {}
     for result in born:
         operand = next((v for v in free if v.nbytes == result.nbytes), None)
         if operand is not None:
             free.remove(operand)
-            over.append(operand)
+            over[operand] = result
     return over

@@ -19,6 +19,7 @@ from jaxmem.program.pinning import has_pins
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
+from jaxmem.runtime.laidout import LaidOut
 from jaxmem.runtime.splitting import OTHER_PARTS, split
 from jaxmem.targets import table
 from jaxmem.targets.compiling import Compiled, compile_for, runs_here
@@ -125,6 +126,7 @@ class Compiler:
     alone: bool = False
     pinned: bool | None = None
     search: Search = field(init=False)
+    laid_out: LaidOut = field(init=False)
     mute: bool = field(init=False)
     _compiled: dict[tuple, Compiled] = field(default_factory=dict)
 
@@ -143,6 +145,7 @@ class Compiler:
         self.search = Search(
             self.program, rates, host=host, policy=self.policy, deadline=self.deadline
         )
+        self.laid_out = LaidOut(self.program, self.target, rates)
         self.mute = not runs_here(self.target) and has_callbacks(self.program.block)
 
     @property
@@ -153,6 +156,10 @@ class Compiler:
     def block(self, solution: Solution | None) -> Block:
         """The program of a solution; ``None`` stands for the program as written."""
         return self.search.schedule(solution) if solution else self.program.block
+
+    def temp_bytes(self, solution: Solution) -> int:
+        """Temporaries of a solution on paper, with what its kernels are known to work in."""
+        return self.laid_out.temp_bytes(solution, self.search.schedule)
 
     def hosting(self, solution: Solution | None) -> Hosting:
         """What of the step's arguments and results is in host memory."""

@@ -42,10 +42,10 @@ class Overlaps(Tries):
         if self.compiler.alone:
             return self._recorded(name, limit, solution)
         self.overlapped.add(solution.key)
-        before, attempt = self.scale, self._recorded(name, limit, solution)
+        before, attempt = (self.scale, self.closer), self._recorded(name, limit, solution)
         over = attempt.compiled.memory.total_bytes > self.budget and not attempt.problem
         if over and self.compiler.may_take_less(solution):
-            self.compiler.alone, self.scale = True, before
+            self.compiler.alone, (self.scale, self.closer) = True, before
             self.announce(solution)
             attempt = self._recorded(f"{name}, {ALONE}", limit, solution)
         return attempt

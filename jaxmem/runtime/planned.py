@@ -163,6 +163,12 @@ def _notes(
             "arrays that are written first and then, behind a barrier, summed over few columns: "
             f"{apart}. XLA:GPU's kernels that do both at once are slow"
         )
+    yield from _unseen_notes(compiler)
+
+
+def _unseen_notes(compiler: Compiler) -> Iterator[str]:
+    if unread := compiler.laid_out.unread:
+        yield f"what kernels work in is not in predicted bytes, as no program can be read: {unread}"
     if compiler.mute:
         yield "its callbacks were left out of the program compiled for that"
 

@@ -49,6 +49,8 @@ _SEARCHES_BESIDE = 2
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
+# Workspaces are 32 MiB: of a step whose arguments and results take more than this under 3%.
+_LARGE_BYTES = 2**30
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.
 _FAR_OFF = 1.1
@@ -113,6 +115,7 @@ class _Rounds(Slack):
         self.search.in_flight = IN_FLIGHT
         policed.check_offloads(self.compiler, self.host_bytes)
         if self.fixed > self.budget and self.compiler.program.is_counted:
+            self._note_workspaces()
             self._in_host_memory()
             if not self.fitting:
                 raise self._too_big()
@@ -228,13 +231,19 @@ class _Rounds(Slack):
             replace(winner, measured_seconds=least, measured_exposed_seconds=exposed)
         )
 
+    def _note_workspaces(self) -> None:
+        """Of a step that is so small that what its kernels work in shows, read it as written."""
+        if self.compiler.laid_out.wanted and self.fixed < _LARGE_BYTES:
+            self._plain_within_budget()
+
     def _plain_within_budget(self) -> Compiled:
         """The step as written; scheduled for memory where that is a choice and it needs it."""
         self.report("compiling the step as written")
         plain = self.compiler.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
-        self.scale = self.unscaled = self.compiler.scale
+        self.scale = self.unscaled = self.closer = self.compiler.scale
         predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
+        self.compiler.laid_out.learn(plain)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)
         options = self.compiler.least_options()

@@ -58,7 +58,8 @@ class Tries:
         trialled: which line is that of a program compiled in one of two orders.
         scale: the compiler's temporaries over the simulated ones, on a GPU the median of what was
             compiled, else of the last program; ``unscaled`` before any.
-        ratios: those of each.
+        closer: the same over simulated ones with what kernels work in; by it bytes are predicted.
+        ratios: both of each.
         ends: simulated temporaries and what they compile to, of the smallest program as it did and
             of the step as written as it should, where nothing between them was compiled.
         fixed: bytes of arguments and results.
@@ -73,8 +74,8 @@ class Tries:
         self.fitting: list[Chosen] = []
         self.trialled: dict[int, int] = {}
         self.noted: dict[int, int] = {}
-        self.scale = self.unscaled = 1.0
-        self.ratios: list[float] = []
+        self.scale = self.unscaled = self.closer = 1.0
+        self.ratios: list[tuple[float, float]] = []
         self.ends: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.fixed = compiler.program.fixed_bytes
 
@@ -95,18 +96,18 @@ class Tries:
     def predicted(self, solution: Solution) -> int:
         """Bytes that a solution should compile to, after what was seen before."""
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-        return self.fixed - hosted + self._compiled(solution.temp_bytes)
+        return self.fixed - hosted + self._compiled(solution)
 
-    def _compiled(self, simulated: int) -> int:
-        """What simulated temporaries should compile to.
+    def _compiled(self, solution: Solution) -> int:
+        """What temporaries of a solution should compile to.
 
         What a CPU's compiler takes beside them is about the same for any program of a step: 356 kB
         of 2.4 MB for the smallest of a small GPT, where as written it takes 1% more.
         """
         if self.ends is None:
-            return int(simulated * self.scale)
+            return int(self.compiler.temp_bytes(solution) * self.closer)
         (least, its), (most, whole) = self.ends
-        return its + (whole - its) * (simulated - least) // (most - least)
+        return its + (whole - its) * (solution.temp_bytes - least) // (most - least)
 
     def record(self, name: str, limit: int, attempt: Attempt) -> Compiled:
         """Take down what a solution compiled to, and learn from it."""
@@ -122,19 +123,26 @@ class Tries:
         self.tried.add(solution.key)
         self.ends = None
         if solution.temp_bytes:
-            self.ratios.append(compiled.memory.temp_bytes / solution.temp_bytes)
-            # On a GPU most programs of a step are off by the same, and some by something else.
-            on_gpu = self.compiler.target.platform == "gpu"
-            self.scale = statistics.median(self.ratios) if on_gpu else self.ratios[-1]
+            self._learn(solution, compiled)
         if compiled.memory.total_bytes <= self.budget and not attempt.problem:
             block = self.compiler.block(solution)
             waits = exposed(self.compiler.search.simulator, block, compiled)
             self.fitting.append(Chosen(solution, compiled, predicted, waits))
         return compiled
 
+    def _learn(self, solution: Solution, compiled: Compiled) -> None:
+        """What comes is off by as much; on a GPU most programs are, and some by something else."""
+        self.compiler.laid_out.learn(compiled)
+        taken, closely = compiled.memory.temp_bytes, self.compiler.temp_bytes(solution)
+        self.ratios.append((taken / solution.temp_bytes, taken / closely))
+        if self.compiler.target.platform == "gpu":
+            self.scale, self.closer = map(statistics.median, zip(*self.ratios, strict=True))
+        else:
+            self.scale, self.closer = self.ratios[-1]
+
     def forget(self) -> None:
         """What was compiled so far says nothing about what comes."""
-        self.scale = self.unscaled
+        self.scale = self.closer = self.unscaled
         self.ratios.clear()
 
     def note(

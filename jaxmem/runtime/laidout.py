@@ -1,0 +1,77 @@
+"""What temporaries of a schedule take as XLA:GPU lays them out, with what kernels work in.
+
+A search goes by the most bytes at once. What a schedule is predicted to take goes by more: by
+workspaces, as one program of the step was compiled with them, and by the gaps between buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxmem.hlo.module import UNREADABLE, read_module
+from jaxmem.hlo.products import products_of
+from jaxmem.planner.fill import Solution
+from jaxmem.planner.packing import buffers, packed_bytes
+from jaxmem.planner.simulate import Simulator
+from jaxmem.program.cost import Rates
+from jaxmem.program.ir import Block, Program
+from jaxmem.runtime.workspaces import workspaces_in
+from jaxmem.targets.compiling import Compiled
+from jaxmem.targets.target import Target
+
+# So many are laid out in a third of a second, and leave next to no gaps.
+_MOST_BUFFERS = 5000
+
+
+class LaidOut:
+    """Temporaries of schedules with what their kernels work in.
+
+    Attributes:
+        unread: why no program could be read; ``""`` where one was, or none was seen.
+    """
+
+    def __init__(self, program: Program, target: Target, rates: Rates):
+        self.unread = ""
+        self._on_gpu = target.platform == "gpu"
+        self._program, self._rates = program, rates
+        self._simulator: Simulator | None = None
+        self._known: dict[frozenset, int] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a compiled program would say something.
+
+        What several devices share out is in other sizes there, and what a CPU does has none.
+        """
+        return self._simulator is None and self._on_gpu and not self._program.sharded
+
+    def learn(self, compiled: Compiled) -> None:
+        """Take down what the kernels of a program work in; the first one is believed."""
+        if not self.wanted:
+            return
+        try:
+            found = workspaces_in(
+                self._program.block, products_of(read_module(compiled.executable))
+            )
+        except UNREADABLE as error:
+            self.unread = f"{type(error).__name__}: {error}"
+            return
+        self._simulator = Simulator(self._rates, found)
+
+    def temp_bytes(self, solution: Solution, schedule: Callable[[Solution], Block]) -> int:
+        """Temporaries of a solution, which ``schedule`` writes out."""
+        if self._simulator is None:
+            return solution.temp_bytes
+        if solution.key not in self._known:
+            self._known[solution.key] = self._laid_out(self._simulator, schedule(solution))
+        return self._known[solution.key]
+
+    def _laid_out(self, simulator: Simulator, block: Block) -> int:
+        """What a schedule takes, laid out where that is known: not what loops work in."""
+        simulation = simulator.step(block)
+        if any(map(simulator.working_bytes, block.ops)):
+            return simulation.temp_bytes
+        spans = buffers(block, simulation, simulator.workspaces)
+        if len(spans) > _MOST_BUFFERS:
+            return simulation.temp_bytes
+        return max(simulation.temp_bytes, packed_bytes(spans))

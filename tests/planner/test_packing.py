@@ -1,0 +1,120 @@
+"""Buffers that share memory: never less than what is there at once, and as XLA lays them out."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem.planner import packing
+from jaxmem.planner.packing import buffers, packed_bytes
+from jaxmem.planner.places import Span
+from jaxmem.planner.simulate import Simulator, Workspace
+from tests.planner.lines import RATES, Line, lines
+from tests.planner.test_places import SPANS, apart
+
+
+def most_at_once(spans: list[Span]) -> int:
+    times = range(max((span.end for span in spans), default=0) + 1)
+    return max((sum(s.nbytes for s in spans if s.start <= t <= s.end) for t in times), default=0)
+
+
+def least_bytes(spans: list[Span]) -> int:
+    """By brute force: spans are put down one after the other, each as low as it can be."""
+    best = sum(span.nbytes for span in spans)
+    for order in itertools.permutations(spans):
+        placed: list[tuple[int, Span]] = []
+        for span in order:
+            there = [(at, other) for at, other in placed if not apart(span, other)]
+            starts = sorted([0, *(at + other.nbytes for at, other in there)])
+            free = (
+                start
+                for start in starts
+                if all(
+                    start + span.nbytes <= at or at + other.nbytes <= start for at, other in there
+                )
+            )
+            placed.append((next(free), span))
+        best = min(best, max((at + span.nbytes for at, span in placed), default=0))
+    return best
+
+
+@given(st.lists(SPANS, max_size=30))
+def test_no_less_than_what_is_there_at_once_and_no_more_than_all_of_it(spans):
+    assert most_at_once(spans) <= packed_bytes(spans) <= sum(span.nbytes for span in spans)
+
+
+@given(st.lists(SPANS, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_no_layout_is_smaller_than_the_smallest(spans):
+    assert packed_bytes(spans) >= least_bytes(spans)
+
+
+@given(st.lists(SPANS, max_size=20))
+def test_what_is_there_at_the_same_time_lies_apart(spans):
+    seen: list[tuple[int, Span]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        fit = packing._best_fit
+        offsets = []
+        patched.setattr(packing, "_best_fit", lambda *a: offsets.append(fit(*a)) or offsets[-1])
+        packing._laid_out(spans)
+    for at, span in zip(offsets, spans, strict=True):
+        for other_at, other in seen:
+            beside = at + span.nbytes <= other_at or other_at + other.nbytes <= at
+            assert beside or apart(span, other)
+        seen.append((at, span))
+
+
+def test_a_gap_that_no_order_fills_is_counted():
+    # 4 and 3 are there together, then 4 goes and 5 comes, which fits neither below nor beside.
+    spans = [Span(0, 1, 4), Span(0, 3, 3), Span(2, 3, 5)]
+    assert most_at_once(spans) == 8
+    assert packed_bytes([*spans, Span(1, 2, 1)]) >= 8
+    assert packed_bytes([]) == 0
+
+
+@given(lines(), st.data())
+def test_workspaces_count_while_their_operation_runs(line: Line, data):
+    block = line.block
+    some = data.draw(st.lists(st.sampled_from(block.ops), unique=True))
+    known = {
+        op: Workspace(data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))) for op in some
+    }
+    plain, simulated = Simulator(RATES).step(block), Simulator(RATES, known).step(block)
+    for at, op in enumerate(block.ops):
+        extra = simulated.timeline[at] - plain.timeline[at]
+        workspace = known.get(op, Workspace())
+        if not plain.made[at]:
+            continue
+        assert 0 <= extra <= workspace.total_bytes
+        if not workspace.parts_bytes:
+            assert extra == workspace.nbytes
+    assert simulated.temp_bytes >= plain.temp_bytes
+
+
+@given(lines())
+def test_buffers_are_there_as_long_as_on_paper(line: Line):
+    simulation = Simulator(RATES).step(line.block)
+    spans = buffers(line.block, simulation, {})
+    for at, live in enumerate(simulation.timeline):
+        there = [span.nbytes for span in spans if span.start <= 2 * at + 1 and span.end >= 2 * at]
+        assert sum(there) == live
+
+
+def test_parts_are_there_before_their_sum_and_after_its_operands():
+    def product(x, w, v):
+        return ((x + 1) @ w) @ v
+
+    from tests.planner.lines import program
+
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    block = program(product, square, square, square).block
+    first = next(op for op in block.ops if op.name == "dot_general")
+    one, known = 64 * 64 * 4, {first: Workspace(0, 4 * 64 * 64 * 4)}
+    simulation = Simulator(RATES, known).step(block)
+    # The sum of x + 1 is made in four parts: with the operand, or with the sum itself.
+    assert simulation.temp_bytes == 5 * one
+    assert packed_bytes(buffers(block, simulation, known)) == 5 * one

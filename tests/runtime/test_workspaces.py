@@ -1,0 +1,113 @@
+"""What kernels work in, learnt from one program, is in the bytes that others are predicted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.hlo import wire
+from jaxmem.hlo.products import Product
+from jaxmem.planner.simulate import Workspace
+from jaxmem.runtime import laidout
+from jaxmem.runtime.workspaces import workspaces_in
+from tests.planner.lines import program
+
+MIB = 2**20
+
+
+def shape(*dims: int, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def products_in(fun, *args):
+    block = program(fun, *args).block
+    return block, [op for op in block.ops if op.name == "dot_general"]
+
+
+def three(x, w, v):
+    return (x @ w) @ w + x @ v
+
+
+ARGS = shape(8, 16), shape(16, 16), shape(16, 16)
+OPERANDS, SIZE = (8 * 16, 16 * 16), 8 * 16
+
+
+def test_as_many_of_a_size_are_taken_in_turn():
+    block, ops = products_in(three, *ARGS)
+    compiled = [Product(OPERANDS, SIZE, 4 * SIZE, room) for room in (0, 7, 5)]
+    assert workspaces_in(block, compiled) == {ops[1]: Workspace(7), ops[2]: Workspace(5)}
+
+
+def test_others_are_given_the_largest():
+    block, ops = products_in(three, *ARGS)
+    compiled = [Product(OPERANDS, SIZE, 4 * SIZE, room) for room in (0, 7)]
+    assert workspaces_in(block, compiled) == dict.fromkeys(ops, Workspace(7))
+
+
+def test_a_result_that_is_several_times_as_large_is_parts():
+    block, ops = products_in(jnp.matmul, *ARGS[:2])
+    compiled = [Product(OPERANDS, 4 * SIZE, 16 * SIZE, 3)]
+    assert workspaces_in(block, compiled) == {ops[0]: Workspace(3, 16 * SIZE)}
+
+
+@pytest.mark.parametrize("size", [SIZE // 2, SIZE + 1])
+def test_what_no_operation_makes_says_nothing(size):
+    block, _ = products_in(jnp.matmul, *ARGS[:2])
+    assert workspaces_in(block, [Product(OPERANDS, size, 4 * size, 3)]) == {}
+    assert workspaces_in(block, [Product((1, 2), SIZE, 4 * SIZE, 3)]) == {}
+
+
+def test_those_of_loops_are_known_inside():
+    def looped(x, w):
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x)
+
+    block = program(looped, *ARGS[:2]).block
+    (op,) = workspaces_in(block, [Product(OPERANDS, SIZE, 4 * SIZE, 3)])
+    assert op in next(op.loop.body.ops for op in block.ops if op.loop is not None)
+
+
+def chain(layers: int, width: int, rows: int, dtype: str):
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.abs(y).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    return step, [shape(width, width, dtype=dtype)] * layers, shape(rows, width, dtype=dtype)
+
+
+# Of complex numbers each product is cuBLAS's, with a workspace; the others are made in parts.
+@pytest.mark.parametrize(
+    ("layers", "width", "rows", "dtype"),
+    [(6, 1024, 1024, "complex64"), (6, 1024, 512, "float32"), (6, 512, 512, "float32")],
+)
+def test_the_smallest_programs_are_predicted_with_what_kernels_work_in(layers, width, rows, dtype):
+    step, *args = chain(layers, width, rows, dtype)
+    settings = {"target": "h200", "donate_argnums": 0, "progress": False}
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as refused:
+        jaxmem.plan(step, *args, budget="1MiB", **settings)
+    plan = jaxmem.plan(step, *args, budget=refused.value.smallest_bytes, **settings)
+    assert plan.predicted_bytes == pytest.approx(plan.compiled_bytes, rel=0.02)
+
+
+def test_a_program_that_cannot_be_read_is_said_in_the_plan(monkeypatch):
+    def unreadable(executable):
+        raise wire.WireError("field 9 is missing")
+
+    monkeypatch.setattr(laidout, "read_module", unreadable)
+    step, *args = chain(3, 256, 512, "float32")
+    plan = jaxmem.plan(step, *args, target="h200", donate_argnums=0, progress=False)
+    assert any("no program can be read: WireError: field 9" in note for note in plan.notes)
+
+
+def test_nothing_is_read_of_what_a_cpu_runs(monkeypatch):
+    monkeypatch.setattr(laidout, "read_module", lambda executable: pytest.fail("read"))
+    step, *args = chain(3, 64, 32, "float32")
+    plan = jaxmem.plan(step, *args, target="cpu", donate_argnums=0, progress=False)
+    assert not any("can be read" in note for note in plan.notes)
