@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxmem.planner.places import Span
-from jaxmem.planner.simulate import Lifetime, Simulation, Workspace
+from jaxmem.planner.simulate import Lifetime, Simulation
+from jaxmem.planner.workspace import Workspace
 from jaxmem.program.ir import Block, Op
 
 _ORDERS: tuple[Callable[[Span], tuple[int, ...]], ...] = (

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.hlo.products import Product
-from jaxmem.planner.simulate import Workspace
+from jaxmem.planner.workspace import Workspace
 from jaxmem.program.ir import Block, Op
 
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])

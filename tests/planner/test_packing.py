@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jaxmem.planner import packing
 from jaxmem.planner.packing import buffers, packed_bytes
 from jaxmem.planner.places import Span
-from jaxmem.planner.simulate import Simulator, Workspace
+from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.workspace import Workspace
 from tests.planner.lines import RATES, Line, lines
 from tests.planner.test_places import SPANS, apart
 

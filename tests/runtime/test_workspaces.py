@@ -9,7 +9,7 @@ import pytest
 import jaxmem
 from jaxmem.hlo import wire
 from jaxmem.hlo.products import Product
-from jaxmem.planner.simulate import Workspace
+from jaxmem.planner.workspace import Workspace
 from jaxmem.runtime import laidout
 from jaxmem.runtime.workspaces import workspaces_in
 from tests.planner.lines import program
