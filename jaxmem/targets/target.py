@@ -70,12 +70,17 @@ class Target(Displayed):
         hbm_bytes_per_second: device memory bandwidth.
         h2d_bytes_per_second: host to each device while nothing goes back; as measured here, while
             every device of the process copies.
-        d2h_bytes_per_second: each device to host, likewise.
+        d2h_bytes_per_second: each device to host, likewise; 0 where nothing is to be moved there.
         duplex_bytes_per_second: between device and host, each way while both run.
         d2d_bytes_per_second: device to device inside a host, one direction.
         devices_per_host: devices in each host.
         hosts: hosts.
         sources: where the figures come from; those nobody looked up say ``assumed``.
+
+    Raises:
+        UnknownTargetError: no target has that name.
+        ArgumentError: a field that targets do not have, or a figure that no machine has, such as
+            a rate of 0.
 
     >>> target = Target("4x8xH100-SXM")
     >>> target.name, target.device_count, target.flops["bfloat16"]
@@ -109,6 +114,7 @@ class Target(Displayed):
             known = _from_name(name)
             values.update({field: known[field] for field in missing}, name=known["name"])
         values["flops"] = Flops(values["flops"])
+        _check_figures(values)
         values["sources"] = tuple(values["sources"])
         for field in names:
             object.__setattr__(self, field, values[field])
@@ -185,6 +191,23 @@ class Target(Displayed):
     def __str__(self) -> str:
         memory = f"{units.format_bytes(self.device_bytes)} usable"
         return f"{self.name} ({memory}{' each' if self.device_count > 1 else ''})"
+
+
+def _check_figures(values: Mapping[str, Any]) -> None:
+    """Refuse what would divide by nothing, or compare with no number, deep inside a plan."""
+    rates = {name: value for name, value in values.items() if name.endswith("_per_second")}
+    rates |= {f"flops[{dtype!r}]": value for dtype, value in values["flops"].items()}
+    for name, value in rates.items():
+        no_link = name == "d2h_bytes_per_second" and value == 0
+        if not no_link and not (isinstance(value, float | int) and value > 0):
+            raise ArgumentError(f"{name}={value!r} of a target is no rate. Give a number above 0.")
+    least = {"device_bytes": 1, "host_bytes": 0, "pinned_host_bytes": 0}
+    for name, fewest in {**least, "devices_per_host": 1, "hosts": 1}.items():
+        value = values[name]
+        if not isinstance(value, int) or value < fewest:
+            raise ArgumentError(
+                f"{name}={value!r} of a target: give a whole number, {fewest} or more."
+            )
 
 
 def _from_name(name: str) -> dict[str, Any]:

@@ -94,6 +94,29 @@ def test_given_fields_replace_those_of_the_table():
     assert slow != Target("h100")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"duplex_bytes_per_second": 0},
+        {"h2d_bytes_per_second": -1.0},
+        {"hbm_bytes_per_second": float("nan")},
+        {"d2d_bytes_per_second": "fast"},
+        {"flops": {"bfloat16": 0.0}},
+        {"device_bytes": 0},
+        {"hosts": 0},
+        {"devices_per_host": 1.5},
+    ],
+)
+def test_what_no_machine_has_is_refused(given):
+    (name,) = given
+    with pytest.raises(ArgumentError, match=rf"{name}.* of a target"):
+        Target("h200", **given)
+
+
+def test_a_target_may_have_no_way_to_the_host():
+    assert Target("h200", d2h_bytes_per_second=0.0).d2h_bytes_per_second == 0
+
+
 def test_resolve_takes_a_target_a_name_or_nothing():
     target = Target("l4")
     assert Target.resolve(target) is target
