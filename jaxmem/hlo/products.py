@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmem.hlo.module import Computation, Instruction, Module
+from jaxmem.hlo.work import CONVOLUTIONS, PRODUCTS
 
-_CALLS = ("__cublas$", "__cudnn$conv")
 _PRODUCTS = frozenset(["dot", "convolution"])
 # A workspace is bytes.
 _ROOMS = frozenset(["int8", "uint8"])
@@ -55,12 +55,17 @@ def _of(module: Module, computation: Computation) -> Iterator[Product]:
         one = module.instructions[ident]
         if one.opcode in _PRODUCTS:
             yield _product(module, one, 0)
-        elif one.opcode == "custom-call" and one.target.startswith(_CALLS):
+        elif one.opcode == "custom-call" and _is_called(one.target):
             rooms = (part.nbytes for part in one.shape.parts[1:] if part.dtype in _ROOMS)
             yield _product(module, one, sum(rooms))
         else:
             for called in one.called:
-                yield from _of(module, module.computations[called])
+                if called in module.computations:
+                    yield from _of(module, module.computations[called])
+
+
+def _is_called(target: str) -> bool:
+    return target in CONVOLUTIONS or target.startswith(PRODUCTS)
 
 
 def _product(module: Module, one: Instruction, workspace_bytes: int) -> Product:

@@ -26,10 +26,10 @@ _PARTS = frozenset(["dynamic-slice", "slice", "gather"])
 _IN_PLACE = frozenset(["dynamic-update-slice", "scatter"])
 _AGAIN = frozenset(["bitcast", "copy", "convert"])
 # cuBLAS's calls of one product.
-_PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
+PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
 # cuDNN's calls, and where the image of a convolution's result and its kernel are in them: -1 is
 # what they return.
-_CONVOLUTIONS = {
+CONVOLUTIONS = {
     "__cudnn$convForward": (-1, 1),
     "__cudnn$convForwardGraph": (-1, 1),
     "__cudnn$convBiasActivationForward": (-1, 1),
@@ -99,9 +99,9 @@ def _flops(module: Module, one: Instruction) -> float:
         return _convolution(module, one, -1, 1)
     if one.opcode != "custom-call":
         return 0.0
-    if one.target in _CONVOLUTIONS:
-        return _convolution(module, one, *_CONVOLUTIONS[one.target])
-    if one.target.startswith(_PRODUCTS):
+    if one.target in CONVOLUTIONS:
+        return _convolution(module, one, *CONVOLUTIONS[one.target])
+    if one.target.startswith(PRODUCTS):
         said = _config(one, "gemm_backend_config", "dot_dimension_numbers")
         return _product(module, one, [int(d) for d in said["lhs_contracting_dimensions"]])
     return _attention(module, one) if one.target.startswith("__cudnn$fmha") else 0.0
