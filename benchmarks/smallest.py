@@ -3,7 +3,7 @@
     python benchmarks/smallest.py --json benchmarks/results/h200_smallest.json
     JAX_PLATFORMS=cpu python benchmarks/smallest.py --target h200       # without a GPU: two columns
 
-Each step is a few products, tanh between them, and an optimizer, some dozen MiB in all, inside the
+Each step is a few products, tanh between them, and an optimizer, 8 to 500 MiB in all, inside the
 smallest budget that an error names and 1.3 times that. What is not on paper shows there as it does
 nowhere else. Each step is a process of its own, run twice: XLA takes memory to choose kernels, and
 the allocator's peak is never reset, so the second takes what the first compiled.

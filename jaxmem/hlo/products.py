@@ -7,6 +7,7 @@ along the axis that is summed (split-K): the parts are in memory until another k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,15 +25,20 @@ class Product(NamedTuple):
     Attributes:
         operands: how many numbers its two operands have, in order of size; which of them is the
             left one, and how they are laid out, is the compiler's business.
-        size: numbers of its result, or of the parts of it where it is split.
+        dims: of its result, or of the parts of it where it is split: one more, that counts them.
         nbytes: of these.
         workspace_bytes: of the room that a call of cuBLAS or cuDNN works in.
     """
 
     operands: tuple[int, int]
-    size: int
+    dims: tuple[int, ...]
     nbytes: int
     workspace_bytes: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers that is."""
+        return math.prod(self.dims)
 
 
 def products_of(module: Module) -> Iterator[Product]:
@@ -55,7 +61,7 @@ def _of(module: Module, computation: Computation) -> Iterator[Product]:
         one = module.instructions[ident]
         if one.opcode in _PRODUCTS:
             yield _product(module, one, 0)
-        elif one.opcode == "custom-call" and _is_called(one.target):
+        elif one.opcode == "custom-call" and _is_called(one):
             rooms = (part.nbytes for part in one.shape.parts[1:] if part.dtype in _ROOMS)
             yield _product(module, one, sum(rooms))
         else:
@@ -64,11 +70,12 @@ def _of(module: Module, computation: Computation) -> Iterator[Product]:
                     yield from _of(module, module.computations[called])
 
 
-def _is_called(target: str) -> bool:
-    return target in CONVOLUTIONS or target.startswith(PRODUCTS)
+def _is_called(one: Instruction) -> bool:
+    named = one.target in CONVOLUTIONS or one.target.startswith(PRODUCTS)
+    return named and len(one.operands) > 1
 
 
 def _product(module: Module, one: Instruction, workspace_bytes: int) -> Product:
     result = one.shape.parts[0] if one.shape.parts else one.shape
     first, second = sorted(module.instructions[i].shape.size for i in one.operands[:2])
-    return Product((first, second), result.size, result.nbytes, workspace_bytes)
+    return Product((first, second), result.dims, result.nbytes, workspace_bytes)

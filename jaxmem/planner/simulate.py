@@ -181,7 +181,8 @@ class Simulator:
                     replaced.update(dict.fromkeys(over, index))
                     shared.update(over)
             if kind is Kind.OPAQUE:
-                now += self.working_bytes(op) + self._beside(op, made, dead or ())
+                there = [v for v in made if v not in kept_out]
+                now += self.working_bytes(op) + self._beside(op, there, dead or ())
             timeline.append(now)
             if dead:
                 live -= sum([v.nbytes for v in dead])

@@ -19,7 +19,7 @@ from jaxmem.runtime.workspaces import workspaces_in
 from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 
-# So many are laid out in a third of a second, and leave next to no gaps.
+# So many are laid out in about a second at most, and leave next to no gaps.
 _MOST_BUFFERS = 5000
 
 
@@ -56,7 +56,7 @@ class LaidOut:
         except UNREADABLE as error:
             self.unread = f"{type(error).__name__}: {error}"
             return
-        self._simulator = Simulator(self._rates, found)
+        self.unread, self._simulator = "", Simulator(self._rates, found)
 
     def temp_bytes(self, solution: Solution, schedule: Callable[[Solution], Block]) -> int:
         """Temporaries of a solution, which ``schedule`` writes out."""

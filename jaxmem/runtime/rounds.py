@@ -49,7 +49,8 @@ _SEARCHES_BESIDE = 2
 _FEWEST_WITH_HOST, _MOST_WITH_HOST = 1 + MOST_SMALLEST, 4
 # No order of the same operations takes so many times fewer temporaries: seen were 2 times on CPUs.
 _NO_ORDER = 4
-# Workspaces are 32 MiB: of a step whose arguments and results take more than this under 3%.
+# Workspaces of products are 32 MiB: of a step whose arguments and results take more than this
+# about 3%.
 _LARGE_BYTES = 2**30
 # The compiler's temporaries over the predicted ones, from which on schedules settle more. A GPT
 # whose GEMMs have workspaces and whose weights are copied is 4% off, and slower if they do.

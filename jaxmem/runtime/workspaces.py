@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from jaxmem.hlo.products import Product
 from jaxmem.planner.workspace import Workspace
 from jaxmem.program.ir import Block, Op
+from jaxmem.program.trace import opened
 
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 # Numbers of the operands, the smaller first, and of the result.
@@ -25,7 +26,8 @@ def workspaces_in(block: Block, compiled: Iterable[Product]) -> dict[Op, Workspa
     """The workspaces of a step's operations, from the products that were compiled of it.
 
     Operations are told apart by the sizes of what they multiply and make. Where there are as many
-    of a size as were compiled they are taken in turn, else each is given the largest.
+    of a size as were compiled they are taken in turn, else each is given the largest. Of what is
+    kept whole (a branch) the products are told apart, and their workspaces not counted.
     """
     ops: dict[Sizes, list[Op]] = {}
     for op in _products(block):
@@ -46,6 +48,8 @@ def _products(block: Block) -> Iterator[Op]:
             yield from _products(op.loop.body)
         elif op.name in _PRODUCTS:
             yield op
+        elif not (op.barrier or op.transfer):
+            yield from itertools.chain.from_iterable(map(_products, opened(op.eqn)))
 
 
 def _sizes(op: Op) -> Sizes:
@@ -54,14 +58,17 @@ def _sizes(op: Op) -> Sizes:
     return (min(first, second), max(first, second)), size
 
 
-def _whole(product: Product, known: Iterable[Sizes]) -> Sizes | None:
-    """What a product, or the parts of one, are of; the largest that it can be."""
+def _whole(product: Product, known: Collection[Sizes]) -> Sizes | None:
+    """What a product, or the parts of one, are of: parts are counted by a dimension of theirs."""
+    key = product.operands, product.size
+    if key in known:
+        return key
     sizes = [
         size
         for operands, size in known
-        if operands == product.operands and size and product.size % size == 0
+        if operands == product.operands and size * max(1, *product.dims[:1]) == product.size
     ]
-    return (product.operands, max(sizes)) if sizes else None
+    return (product.operands, sizes[0]) if sizes else None
 
 
 def _paired(ops: list[Op], found: list[Workspace]) -> Iterator[tuple[Op, Workspace]]:

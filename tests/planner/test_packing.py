@@ -14,7 +14,7 @@ from jaxmem.planner.packing import buffers, packed_bytes
 from jaxmem.planner.places import Span
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.workspace import Workspace
-from tests.planner.lines import RATES, Line, lines
+from tests.planner.lines import RATES, Line, lines, program
 from tests.planner.test_places import SPANS, apart
 
 
@@ -69,11 +69,25 @@ def test_what_is_there_at_the_same_time_lies_apart(spans):
         seen.append((at, span))
 
 
-def test_a_gap_that_no_order_fills_is_counted():
-    # 4 and 3 are there together, then 4 goes and 5 comes, which fits neither below nor beside.
-    spans = [Span(0, 1, 4), Span(0, 3, 3), Span(2, 3, 5)]
-    assert most_at_once(spans) == 8
-    assert packed_bytes([*spans, Span(1, 2, 1)]) >= 8
+# The largest lies at 0, and so does the first of the two of 3. The other lies on that one, and 1,
+# which is there with the other and with the largest, on both: 7, though all of them go into 6.
+GAP = [Span(0, 3, 3), Span(3, 5, 3), Span(4, 8, 1), Span(6, 10, 4)]
+# By size 1 of 3 to 7 lies on 3 of 6 to 6 and leaves room for the other 1 beside it.
+BY_SIZE = [Span(0, 4, 2), Span(3, 7, 1), Span(6, 6, 3), Span(6, 10, 1)]
+BY_LIFE = [Span(2, 3, 3), Span(2, 6, 2), Span(4, 5, 2), Span(5, 9, 2)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "by_size", "by_life"), [(GAP, 7, 8), (BY_SIZE, 5, 6), (BY_LIFE, 7, 6)]
+)
+def test_a_gap_is_counted_and_the_smaller_of_two_layouts_is_taken(spans, by_size, by_life):
+    orders = packing._ORDERS
+    assert [packing._laid_out(sorted(spans, key=order)) for order in orders] == [by_size, by_life]
+    assert packed_bytes(spans) == min(by_size, by_life)
+
+
+def test_what_is_laid_out_with_a_gap_takes_more_than_is_there_at_once():
+    assert packed_bytes(GAP) == 7 > least_bytes(GAP) == most_at_once(GAP) == 6
     assert packed_bytes([]) == 0
 
 
@@ -109,8 +123,6 @@ def test_parts_are_there_before_their_sum_and_after_its_operands():
     def product(x, w, v):
         return ((x + 1) @ w) @ v
 
-    from tests.planner.lines import program
-
     square = jax.ShapeDtypeStruct((64, 64), "float32")
     block = program(product, square, square, square).block
     first = next(op for op in block.ops if op.name == "dot_general")
@@ -119,3 +131,15 @@ def test_parts_are_there_before_their_sum_and_after_its_operands():
     # The sum of x + 1 is made in four parts: with the operand, or with the sum itself.
     assert simulation.temp_bytes == 5 * one
     assert packed_bytes(buffers(block, simulation, known)) == 5 * one
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_parts_of_a_result_of_the_step_are_there_without_it(room):
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    block = program(lambda x, w: (x + 1) @ w, square, square).block
+    product = next(op for op in block.ops if op.name == "dot_general")
+    one = 64 * 64 * 4
+    known = {product: Workspace(room * one, 4 * one)}
+    simulation = Simulator(RATES, known).step(block)
+    assert simulation.temp_bytes == (5 + room) * one
+    assert packed_bytes(buffers(block, simulation, known)) == (5 + room) * one

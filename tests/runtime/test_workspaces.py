@@ -31,32 +31,48 @@ def three(x, w, v):
 
 
 ARGS = shape(8, 16), shape(16, 16), shape(16, 16)
-OPERANDS, SIZE = (8 * 16, 16 * 16), 8 * 16
+OPERANDS, DIMS, SIZE = (8 * 16, 16 * 16), (8, 16), 8 * 16
 
 
 def test_as_many_of_a_size_are_taken_in_turn():
     block, ops = products_in(three, *ARGS)
-    compiled = [Product(OPERANDS, SIZE, 4 * SIZE, room) for room in (0, 7, 5)]
+    compiled = [Product(OPERANDS, DIMS, 4 * SIZE, room) for room in (0, 7, 5)]
     assert workspaces_in(block, compiled) == {ops[1]: Workspace(7), ops[2]: Workspace(5)}
 
 
 def test_others_are_given_the_largest():
     block, ops = products_in(three, *ARGS)
-    compiled = [Product(OPERANDS, SIZE, 4 * SIZE, room) for room in (0, 7)]
+    compiled = [Product(OPERANDS, DIMS, 4 * SIZE, room) for room in (0, 7)]
     assert workspaces_in(block, compiled) == dict.fromkeys(ops, Workspace(7))
 
 
 def test_a_result_that_is_several_times_as_large_is_parts():
     block, ops = products_in(jnp.matmul, *ARGS[:2])
-    compiled = [Product(OPERANDS, 4 * SIZE, 16 * SIZE, 3)]
+    compiled = [Product(OPERANDS, (4, *DIMS), 16 * SIZE, 3)]
     assert workspaces_in(block, compiled) == {ops[0]: Workspace(3, 16 * SIZE)}
 
 
-@pytest.mark.parametrize("size", [SIZE // 2, SIZE + 1])
-def test_what_no_operation_makes_says_nothing(size):
+# The last is four times as large, and no dimension of it counts to four.
+@pytest.mark.parametrize("dims", [(4, 16), (8, 17), (16, 32)])
+def test_what_no_operation_makes_says_nothing(dims):
     block, _ = products_in(jnp.matmul, *ARGS[:2])
-    assert workspaces_in(block, [Product(OPERANDS, size, 4 * size, 3)]) == {}
-    assert workspaces_in(block, [Product((1, 2), SIZE, 4 * SIZE, 3)]) == {}
+    assert workspaces_in(block, [Product(OPERANDS, dims, 4 * SIZE, 3)]) == {}
+    assert workspaces_in(block, [Product((1, 2), DIMS, 4 * SIZE, 3)]) == {}
+
+
+def test_a_product_of_a_branch_is_not_taken_for_parts_of_another():
+    def branching(x, w, flag):
+        scores = jax.lax.cond(flag, lambda x: (x.T @ x[:, :8]).sum(), lambda x: x.sum(), x)
+        return (x[:, :8] @ w[:8]).sum() + scores
+
+    x, w = shape(8, 16), shape(16, 8)
+    block, (op,) = products_in(branching, x, w, shape(dtype="bool"))
+    operands = (64, 64)
+    whole, parts = Product(operands, (8, 8), 256, 0), Product(operands, (2, 8, 8), 512, 0)
+    assert workspaces_in(block, [whole]) == {}
+    assert workspaces_in(block, [parts]) == {op: Workspace(0, 512)}
+    # The branch multiplies 128 by 64 numbers and makes 128, twice those of the other product.
+    assert workspaces_in(block, [Product((64, 128), (2, 8, 8), 512, 0)]) == {}
 
 
 def test_those_of_loops_are_known_inside():
@@ -64,7 +80,7 @@ def test_those_of_loops_are_known_inside():
         return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x)
 
     block = program(looped, *ARGS[:2]).block
-    (op,) = workspaces_in(block, [Product(OPERANDS, SIZE, 4 * SIZE, 3)])
+    (op,) = workspaces_in(block, [Product(OPERANDS, DIMS, 4 * SIZE, 3)])
     assert op in next(op.loop.body.ops for op in block.ops if op.loop is not None)
 
 
@@ -104,6 +120,22 @@ def test_a_program_that_cannot_be_read_is_said_in_the_plan(monkeypatch):
     step, *args = chain(3, 256, 512, "float32")
     plan = jaxmem.plan(step, *args, target="h200", donate_argnums=0, progress=False)
     assert any("no program can be read: WireError: field 9" in note for note in plan.notes)
+
+
+def test_what_could_not_be_read_is_forgotten_when_something_is(monkeypatch):
+    read, tried = laidout.read_module, []
+
+    def once(executable):
+        tried.append(executable)
+        if len(tried) == 1:
+            raise wire.WireError("field 9 is missing")
+        return read(executable)
+
+    monkeypatch.setattr(laidout, "read_module", once)
+    step, *args = chain(6, 512, 512, "float32")
+    plan = jaxmem.plan(step, *args, budget="16MiB", target="h200", donate_argnums=0, progress=False)
+    assert len(tried) == 2
+    assert not any("can be read" in note for note in plan.notes)
 
 
 def test_nothing_is_read_of_what_a_cpu_runs(monkeypatch):
