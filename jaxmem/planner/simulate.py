@@ -181,8 +181,7 @@ class Simulator:
                     replaced.update(dict.fromkeys(over, index))
                     shared.update(over)
             if kind is Kind.OPAQUE:
-                there = [v for v in made if v not in kept_out]
-                now += self.working_bytes(op) + self._beside(op, there, dead or ())
+                now += self.working_bytes(op) + self._beside(op, made, kept_out, dead or ())
             timeline.append(now)
             if dead:
                 live -= sum([v.nbytes for v in dead])
@@ -288,10 +287,14 @@ class Simulator:
                 self._inner[op.origin] = known
         return known
 
-    def _beside(self, op: Op, made: Sequence[Value], dead: Sequence[Value]) -> int:
+    def _beside(
+        self, op: Op, made: Sequence[Value], kept_out: set[Value], dead: Sequence[Value]
+    ) -> int:
         """Bytes of its workspace over what is there while ``op`` runs."""
         workspace = self.workspaces.get(op.origin) if self.workspaces else None
-        return workspace.beside(_bytes_of(made), _bytes_of(dead)) if workspace else 0
+        if workspace is None:
+            return 0
+        return workspace.beside(_bytes_of(v for v in made if v not in kept_out), _bytes_of(dead))
 
     def inside(self, op: Op) -> tuple[Block, Simulation] | None:
         """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""

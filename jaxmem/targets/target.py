@@ -113,7 +113,7 @@ class Target(Displayed):
         if missing := set(names) - set(values):
             known = _from_name(name)
             values.update({field: known[field] for field in missing}, name=known["name"])
-        values["flops"] = Flops(values["flops"])
+        values["flops"] = _checked_flops(values["flops"])
         _check_figures(values)
         values["sources"] = tuple(values["sources"])
         for field in names:
@@ -193,6 +193,19 @@ class Target(Displayed):
         return f"{self.name} ({memory}{' each' if self.device_count > 1 else ''})"
 
 
+def _checked_flops(given: Any) -> Flops:
+    try:
+        found = Flops(given)
+    except (AttributeError, TypeError, ValueError):
+        found = None
+    if not found or "float32" not in found:
+        raise ArgumentError(
+            f"flops={given!r} of a target: give FLOP/s by dtype name, that of float32 among them, "
+            'such as {"bfloat16": 989e12, "float32": 494e12}.'
+        )
+    return found
+
+
 def _check_figures(values: Mapping[str, Any]) -> None:
     """Refuse what would divide by nothing, or compare with no number, deep inside a plan."""
     rates = {name: value for name, value in values.items() if name.endswith("_per_second")}
@@ -204,7 +217,7 @@ def _check_figures(values: Mapping[str, Any]) -> None:
     least = {"device_bytes": 1, "host_bytes": 0, "pinned_host_bytes": 0}
     for name, fewest in {**least, "devices_per_host": 1, "hosts": 1}.items():
         value = values[name]
-        if not isinstance(value, int) or value < fewest:
+        if not isinstance(value, int) or isinstance(value, bool) or value < fewest:
             raise ArgumentError(
                 f"{name}={value!r} of a target: give a whole number, {fewest} or more."
             )
