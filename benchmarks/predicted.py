@@ -4,7 +4,7 @@
 
 Plans each net of ``headline.py`` for an absent H200 with the rates of ``results/h200_rates.json``,
 inside the budgets of ``results/h200_headline_NET.json``, and compiles it. Predicted seconds and
-compiled bytes are of this version, measured ones of the one that the results are of.
+bytes and compiled bytes are of this version, measured ones of the one that the results are of.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ def rows_of(net: str, target: jaxmem.Target) -> list[dict[str, Any]]:
                 "predicted_seconds": plan.predicted_seconds,
                 "measured_seconds": row["seconds"],
                 "ratio": plan.predicted_seconds / row["seconds"],
+                "predicted_bytes": plan.predicted_bytes,
                 "compiled_bytes": plan.compiled_bytes,
                 "measured_peak_bytes": row["peak_bytes"],
             }
         )
         shown = f"{plan.predicted_seconds * 1e3:7.1f} predicted, {row['seconds'] * 1e3:7.1f} ms"
-        print(f"{net:8s} {name:20s} {shown}: {found[-1]['ratio']:.3f}", flush=True)
+        taken = plan.predicted_bytes / plan.compiled_bytes
+        told = f"{shown}: {found[-1]['ratio']:.3f}; bytes {taken:.3f} of compiled"
+        print(f"{net:8s} {name:20s} {told}", flush=True)
     return found
 
 

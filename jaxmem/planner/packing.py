@@ -5,6 +5,11 @@ among those that are there meanwhile, or after them. It does that in two orders,
 long a buffer is there, and takes the layout that is smaller (``GlobalDecreasingSizeBestFitHeap``
 and ``ChooseBestHeapAlgorithm`` in XLA's heap simulator). What does not come out as the most bytes
 at once is gaps: next to nothing of thousands of buffers, and up to a tenth of a few large ones.
+
+How long a buffer is there XLA counts in buffers of its own, of which paper has some two thirds
+(1,544 of the 2,227 of a U-Net in 30% of its memory), so that among those of one size another may be
+first. A third layout has these in the order in which they are made: what only one order of equals
+leaves is no gap to count on (1.5 of 22.5 GiB of that U-Net, where XLA left none).
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from jaxmem.program.ir import Block, Op
 _ORDERS: tuple[Callable[[Span], tuple[int, ...]], ...] = (
     lambda span: (-span.nbytes, span.start - span.end, span.start),
     lambda span: (span.start - span.end, -span.nbytes, span.start),
+    lambda span: (-span.nbytes, span.start, span.end),
 )
 
 

@@ -75,15 +75,18 @@ GAP = [Span(0, 3, 3), Span(3, 5, 3), Span(4, 8, 1), Span(6, 10, 4)]
 # By size 1 of 3 to 7 lies on 3 of 6 to 6 and leaves room for the other 1 beside it.
 BY_SIZE = [Span(0, 4, 2), Span(3, 7, 1), Span(6, 6, 3), Span(6, 10, 1)]
 BY_LIFE = [Span(2, 3, 3), Span(2, 6, 2), Span(4, 5, 2), Span(5, 9, 2)]
+# The two longest first, and the second lies where the one before it has to: at 0 is another.
+EQUALS = [Span(1, 2, 2), Span(2, 3, 2), Span(3, 6, 2), Span(4, 8, 2)]
 
 
 @pytest.mark.parametrize(
-    ("spans", "by_size", "by_life"), [(GAP, 7, 8), (BY_SIZE, 5, 6), (BY_LIFE, 7, 6)]
+    ("spans", "layouts"),
+    [(GAP, [7, 8, 7]), (BY_SIZE, [5, 6, 5]), (BY_LIFE, [7, 6, 7]), (EQUALS, [6, 6, 4])],
 )
-def test_a_gap_is_counted_and_the_smaller_of_two_layouts_is_taken(spans, by_size, by_life):
+def test_a_gap_is_counted_and_the_smallest_layout_is_taken(spans, layouts):
     orders = packing._ORDERS
-    assert [packing._laid_out(sorted(spans, key=order)) for order in orders] == [by_size, by_life]
-    assert packed_bytes(spans) == min(by_size, by_life)
+    assert [packing._laid_out(sorted(spans, key=order)) for order in orders] == layouts
+    assert packed_bytes(spans) == min(layouts)
 
 
 def test_what_is_laid_out_with_a_gap_takes_more_than_is_there_at_once():
