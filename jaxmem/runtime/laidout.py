@@ -19,7 +19,7 @@ from jaxmem.runtime.workspaces import workspaces_in
 from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 
-# So many are laid out in about a second at most, and leave next to no gaps.
+# So many are laid out in about a second at most; more are not laid out, and no gap is counted.
 _MOST_BUFFERS = 5000
 
 

@@ -1,4 +1,4 @@
-"""Buffers that share memory: never less than what is there at once, and as XLA lays them out."""
+"""Buffers that share memory: never less than what is there at once, and laid out as XLA does."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_what_is_there_at_the_same_time_lies_apart(spans):
 # The largest lies at 0, and so does the first of the two of 3. The other lies on that one, and 1,
 # which is there with the other and with the largest, on both: 7, though all of them go into 6.
 GAP = [Span(0, 3, 3), Span(3, 5, 3), Span(4, 8, 1), Span(6, 10, 4)]
-# By size 1 of 3 to 7 lies on 3 of 6 to 6 and leaves room for the other 1 beside it.
+# By size 1 of 3 to 7 lies on 3 of 6 to 6, and the other 1 on that; by life 3 is put last.
 BY_SIZE = [Span(0, 4, 2), Span(3, 7, 1), Span(6, 6, 3), Span(6, 10, 1)]
 BY_LIFE = [Span(2, 3, 3), Span(2, 6, 2), Span(4, 5, 2), Span(5, 9, 2)]
-# The two longest first, and the second lies where the one before it has to: at 0 is another.
+# The longest first puts 4 to 8 at 0 and 3 to 6 at 2; above that and 1 to 2 goes 2 to 3, to 4.
 EQUALS = [Span(1, 2, 2), Span(2, 3, 2), Span(3, 6, 2), Span(4, 8, 2)]
 
 
