@@ -15,14 +15,14 @@ none). So what comes out may be less than what XLA's own layout takes, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jaxmem.planner.places import Span
 from jaxmem.planner.simulate import Lifetime, Simulation
 from jaxmem.planner.workspace import Workspace
-from jaxmem.program.ir import Block, Op
+from jaxmem.program.ir import Block, Op, Value
 
 _ORDERS: tuple[Callable[[Span], tuple[int, ...]], ...] = (
     lambda span: (-span.nbytes, span.start - span.end, span.start),
@@ -31,8 +31,15 @@ _ORDERS: tuple[Callable[[Span], tuple[int, ...]], ...] = (
 )
 
 
-def buffers(block: Block, simulation: Simulation, workspaces: Mapping[Op, Workspace]) -> list[Span]:
+def buffers(
+    block: Block,
+    simulation: Simulation,
+    workspaces: Mapping[Op, Workspace],
+    placed: Collection[Value] = (),
+) -> list[Span]:
     """The temporaries of a schedule and the workspaces of its kernels, at twice their positions.
+
+    What is ``placed`` where results will be is none of them.
 
     A sum that is made in parts is two kernels: the first reads the operands, and the second makes
     the result, where the parts are that the first made. What is written over something stays where
@@ -45,7 +52,7 @@ def buffers(block: Block, simulation: Simulation, workspaces: Mapping[Op, Worksp
             parts.add(index)
             found.append(Span(2 * index, 2 * index + 1, workspace.parts_bytes))
         found.append(Span(2 * index, 2 * index + (index not in parts), workspace.nbytes))
-    for life in _joined(simulation):
+    for life in _joined(simulation, placed):
         start, end = 2 * life.start, 2 * life.end + 1
         if life.start in parts:
             start += 1
@@ -56,12 +63,12 @@ def buffers(block: Block, simulation: Simulation, workspaces: Mapping[Op, Worksp
     return found
 
 
-def _joined(simulation: Simulation) -> Iterator[Lifetime]:
+def _joined(simulation: Simulation, placed: Collection[Value]) -> Iterator[Lifetime]:
     """Every temporary buffer, from the first that is written in its place to the last."""
-    ends = {life.value: life.end for life in simulation.lifetimes}
-    later = set(simulation.over.values())
+    ends = {life.value: life.end for life in simulation.lifetimes if life.value not in placed}
+    later = {v for under, v in simulation.over.items() if under in ends}
     for life in simulation.lifetimes:
-        if life.value not in later:
+        if life.value in ends and life.value not in later:
             last = life.value
             while (after := simulation.over.get(last)) in ends:
                 last = after

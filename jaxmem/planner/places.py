@@ -8,7 +8,7 @@ simulator in XLA's ``buffer_assignment``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmem.planner.simulate import Simulation, Simulator, last_read, written_over
@@ -43,6 +43,16 @@ class Place:
         apart = (span.end < other.start or span.start > other.end for other in self.taken)
         return span.nbytes <= self.nbytes and all(apart)
 
+    def is_ever_free(self, block: Block) -> bool:
+        """Whether there is an operation of ``block`` at which nothing is there."""
+        taken = sorted(self.taken)
+        free_from = 0
+        for span in taken:
+            if span.start > free_from:
+                return True
+            free_from = max(free_from, span.end + 1)
+        return free_from < len(block.ops)
+
 
 def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]) -> int:
     """The most temporaries at once that go to no result's place.
@@ -53,28 +63,50 @@ def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]
         donated: inputs of it whose memory results may take.
     """
     simulation = simulator.step(block)
-    fusion = simulator.fused(block, closely=True)
+    found = placed_values(simulator.fused(block, closely=True), block, simulation, donated)
+    return most_at_once(simulation, found)
+
+
+def most_at_once(simulation: Simulation, placed: Mapping[Value, Span]) -> int:
+    """The most temporaries at once beside those that are ``placed``."""
     timeline = list(simulation.timeline)
-    places = _places(block, fusion, simulation, donated)
-    for span in placed(_temporaries(block, fusion, simulation), places):
+    for span in placed.values():
         for index in range(span.start, span.end + 1):
             timeline[index] -= span.nbytes
     return max(timeline, default=0)
 
 
-def placed(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
-    """The temporaries that go to ``places``, which are theirs then; the smallest that will do."""
+def placed_values(
+    fusion: Fusion, block: Block, simulation: Simulation, donated: Sequence[Value]
+) -> dict[Value, Span]:
+    """The temporaries that go to results' places, and from where to where they are there.
+
+    Args:
+        fusion: of ``block``, looked at closely.
+        block: a program.
+        simulation: of it.
+        donated: inputs of it whose memory results may take.
+    """
+    places = [p for p in _places(block, fusion, simulation, donated) if p.is_ever_free(block)]
+    if not places:
+        return {}
+    found = _temporaries(block, fusion, simulation)
+    return {found[n][0]: found[n][1] for n in placed([span for _, span in found], places)}
+
+
+def placed(spans: Sequence[Span], places: Sequence[Place]) -> list[int]:
+    """Which temporaries go to ``places``, each to the smallest that does, which is taken then."""
     found = []
     ordered = sorted(places, key=lambda place: place.nbytes)
-    for span in sorted(spans, key=lambda span: -span.nbytes):
+    for number, span in sorted(enumerate(spans), key=lambda pair: -pair[1].nbytes):
         place = next((place for place in ordered if place.has_room(span)), None)
         if place is not None:
             place.taken.append(span)
-            found.append(span)
+            found.append(number)
     return found
 
 
-def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[Span]:
+def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[tuple[Value, Span]]:
     """Those worth a place, until a result is written over them."""
     ends = dict(simulation.ends)
     dying: dict[int, list[Value]] = {}
@@ -89,7 +121,7 @@ def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[S
             over = written_over(op, kind, results, dying[index], fusion.spared[index])
             ends.update(dict.fromkeys(over, index - 1))
     return [
-        Span(life.start, ends[life.value], life.value.nbytes)
+        (life.value, Span(life.start, ends[life.value], life.value.nbytes))
         for life in simulation.lifetimes
         if life.value.nbytes >= _SMALL_BYTES
     ]

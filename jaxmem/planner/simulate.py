@@ -83,6 +83,10 @@ class Simulation:
             if value not in self.results
         )
 
+    def makers(self, ops: Sequence[Op]) -> dict[Value, Op]:
+        """The operation of ``ops``, which were simulated, that makes each buffer."""
+        return {v: op for op, made in zip(ops, self.made, strict=True) for v in made}
+
 
 @dataclass
 class Simulator:
@@ -116,10 +120,20 @@ class Simulator:
         ops: Sequence[Op],
         outputs: Sequence[Atom],
         closely: bool = False,
+        weighed: bool = False,
     ) -> Fusion:
         keep, together = self.rates.barriers_keep, self.rates.together
         closely = closely and together
-        return fuse(inputs, ops, outputs, barriers_keep=keep, tuples=together, closely=closely)
+        weighing = self.rates.weighing if closely or weighed else None
+        return fuse(
+            inputs,
+            ops,
+            outputs,
+            barriers_keep=keep,
+            tuples=together,
+            closely=closely,
+            weighing=weighing,
+        )
 
     def step(self, block: Block) -> Simulation:
         """Simulate the whole step: its results have buffers of their own."""
@@ -154,7 +168,7 @@ class Simulator:
         repeated: bool = False,
         closely: bool = False,
     ) -> Simulation:
-        fusion = self._fuse(inputs, ops, outputs, closely)
+        fusion = self._fuse(inputs, ops, outputs, closely, weighed=True)
         roots, kinds = fusion.roots, fusion.kinds
         ends = _ends(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}

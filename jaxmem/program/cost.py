@@ -15,6 +15,7 @@ from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
+from jaxmem.program.weighing import Weighing
 from jaxmem.program.work import Work, moved, work_of
 
 NO_AXES: Axes = MappingProxyType({})
@@ -39,6 +40,7 @@ class Rates:
             is as fast as alone.
         barriers_keep: whether the compiler writes nothing over what comes from behind a barrier.
         together: whether it makes one kernel of several results, as XLA:GPU does.
+        weighing: how it weighs computing element-wise results again, where that is known.
     """
 
     flops: Mapping[str, float]
@@ -51,6 +53,7 @@ class Rates:
     duplex_bytes_per_second: float = 0.0
     barriers_keep: bool = False
     together: bool = False
+    weighing: Weighing | None = None
 
     def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
         """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""

@@ -16,8 +16,10 @@ from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing
 from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.program.rearranging import rearranged
+from jaxmem.program.sideinputs import summed_in_convolutions
 from jaxmem.program.together import Kernels
 from jaxmem.program.undoing import undone
+from jaxmem.program.weighing import NOTHING_KEPT, Costly, Weighing
 
 # A fused kernel takes a limited number of operands; past that XLA writes a buffer.
 _MOST_ROOTS = 8
@@ -89,6 +91,7 @@ def fuse(
     barriers_keep: bool = False,
     tuples: bool = False,
     closely: bool = False,
+    weighing: Weighing | None = None,
 ) -> Fusion:
     """Decide for every value of ``ops`` whether it is a buffer.
 
@@ -103,6 +106,7 @@ def fuse(
             operations together is looked at as well: kernels that run in the place of an earlier
             one, paddings that are undone, axes that are taken apart, numbers that are widened
             where they are read.
+        weighing: what is weighed where results cost much to compute; ``None`` for nothing.
     """
     apart = rearranged(ops) if closely else frozenset[Op]()
     same = undone(ops) if closely else {}
@@ -110,6 +114,9 @@ def fuse(
     added = _added_in_place(ops, outputs)
     widening = _widening(ops) if closely else frozenset[Op]()
     demanded, readers = _demand(ops, kinds, outputs, added, same, widening)
+    kept = weighing.kept(ops, kinds, demanded) if weighing else NOTHING_KEPT
+    sides = summed_in_convolutions(ops, outputs) if closely and tuples else {}
+    demanded = demanded.union(kept.buffers, sides)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
     parts: dict[Value, dict[Value, int]] = {}
@@ -119,18 +126,21 @@ def fuse(
     spared: list[tuple[Value, ...]] = []
     for op, kind in zip(ops, kinds, strict=True):
         written: tuple[Value, ...] = ()
-        away = _moved(op, kind, roots, moved)
+        away = _moved(op, kind, roots, moved, sides)
         if kind is Kind.FUSED or op in added:
             merged = _merged(op, roots)
             some = _parts(op, roots, parts)
             counted = {} if op in widening else readers
             for result in op.outputs:
-                real = result in demanded or _is_shared(result, merged, counted)
+                real = result in demanded or _is_shared(result, merged, counted, kept)
                 if real:
-                    written = (*written, result)
-                elif some is not None:
+                    buffer = kept.buffers.get(result, result)
+                    written = (*written, buffer)
+                    roots[buffer] = roots[result] = (buffer,)
+                    continue
+                if some is not None:
                     parts[result] = some
-                roots[result] = (result,) if real else merged
+                roots[result] = merged
         elif kind is Kind.ALIAS:
             written = _renamed(op, roots, same.get(op))
             if op.name in _RESHAPES:
@@ -146,16 +156,19 @@ def fuse(
         spared.append(away)
         if away or op.barrier or op.transfer or op.name in in_tuples:
             moved.update(_handed_on(op, roots, moved, (written, away), views, barriers_keep))
+        moved.update({v: written for v in op.outputs if v in sides})
     passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
     at = tuple(range(len(ops)))
     fusion = Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed, at)
-    return _put_together(fusion, ops, outputs) if closely else fusion
+    return _put_together(fusion, ops, outputs, kept.written) if closely else fusion
 
 
-def _put_together(fusion: Fusion, ops: Sequence[Op], outputs: Sequence[Atom]) -> Fusion:
-    """With what XLA makes of several kernels."""
+def _put_together(
+    fusion: Fusion, ops: Sequence[Op], outputs: Sequence[Atom], beside: Collection[Value]
+) -> Fusion:
+    """With what XLA makes of several kernels; ``beside`` are what it keeps as it costs much."""
     roots, spared = fusion.roots, list(fusion.spared)
-    kernels = Kernels.of(ops, fusion.kinds, roots, fusion.made)
+    kernels = Kernels.of(ops, fusion.kinds, roots, fusion.made, beside)
     kept = {root for v in outputs if isinstance(v, Value) for root in roots[v]}
     at = kernels.runs_at(kept)
     in_tuples = kernels.in_tuples(at, fusion.passed)
@@ -204,13 +217,15 @@ def _widening(ops: Sequence[Op]) -> frozenset[Op]:
     return frozenset([op for op in converts if op.values[0].nbytes < op.outputs[0].nbytes])
 
 
-def _is_shared(result: Value, merged: Sequence[Value], readers: Mapping[Value, int]) -> bool:
+def _is_shared(
+    result: Value, merged: Sequence[Value], readers: Mapping[Value, int], kept: Costly
+) -> bool:
     """Whether XLA writes a fused result, rather than have each reader read what it is made of."""
     if len(merged) > _MOST_ROOTS:
         return True
-    if readers.get(result, 0) <= 1:
+    if readers.get(result, 0) <= 1 or kept.read_once(result, merged):
         return False
-    return sum([root.nbytes for root in merged]) > SHARING_RATIO * result.nbytes
+    return sum([kept.nbytes(root) for root in merged]) > SHARING_RATIO * result.nbytes
 
 
 def _moved(
@@ -218,6 +233,7 @@ def _moved(
     kind: Kind,
     roots: dict[Value, tuple[Value, ...]],
     moved: dict[Value, tuple[Value, ...]],
+    sides: Mapping[Value, Value],
 ) -> tuple[Value, ...]:
     """The buffers that ``op`` reads, or what is fused into it does, and cannot write over.
 
@@ -234,6 +250,8 @@ def _moved(
     found = [root for v in op.values if v in moved for root in moved[v]]
     if op.name in _MOVING or (kind is Kind.FUSED and op.name in _RESHAPES):
         found += [root for v in op.values for root in roots[v]]
+    if sides and (convolved := sides.get(op.outputs[0])):
+        found.remove(convolved)
     return tuple(dict.fromkeys(found)) if found else ()
 
 

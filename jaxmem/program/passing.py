@@ -16,6 +16,10 @@ from jaxmem.program.primitives import Kind
 
 # Reductions before one that are looked at: they stand beside each other.
 _NEAR = 4
+# What has this many elements is written by a kernel of its own: a gradient behind a ReLU that two
+# sums read was one kernel with both up to 201 million elements, of 16 bits or of 32, and with none
+# from 268 million on.
+TOO_MANY = 2**28
 
 
 def read_in_passing(
@@ -43,13 +47,20 @@ def read_in_passing(
             siblings = near.setdefault((shape, op.eqn.params.get("axes"), gate), [])
             shared = _with_sibling(reads, last, siblings)
             if not shared and last > gate and kinds[last] is Kind.FUSED:
-                shared = frozenset([v for v in made[last] if v in reads and v.aval.size == size])
+                shared = _with_maker(reads, made[last], size)
             if shared:
                 found[op] = shared
             siblings.append((index, reads))
             del siblings[:-_NEAR]
         since.update(dict.fromkeys(made[index], index))
     return found
+
+
+def _with_maker(reads: frozenset[Value], made: Sequence[Value], size: int) -> frozenset[Value]:
+    """What of ``reads`` is ``made`` in the kernel that sums so many elements, too."""
+    if size >= TOO_MANY:
+        return frozenset()
+    return frozenset([v for v in made if v in reads and v.aval.size == size])
 
 
 def _with_sibling(

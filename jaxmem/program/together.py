@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxmem.program.gates import gates
 from jaxmem.program.ir import Op, Value
+from jaxmem.program.passing import TOO_MANY
 from jaxmem.program.primitives import Kind
 
 
@@ -28,6 +29,7 @@ class Kernels:
         gates: for each operation the last barrier that what it reads went through; -1 for none.
             What waits behind different barriers is not in one kernel.
         place: the operation that makes each buffer.
+        beside: buffers that are written beside the first that is made of them, in one kernel.
     """
 
     ops: Sequence[Op]
@@ -36,6 +38,7 @@ class Kernels:
     made: Sequence[tuple[Value, ...]]
     gates: Sequence[int]
     place: Mapping[Value, int]
+    beside: Collection[Value] = ()
 
     @classmethod
     def of(
@@ -44,11 +47,12 @@ class Kernels:
         kinds: Sequence[Kind],
         roots: Mapping[Value, tuple[Value, ...]],
         made: Sequence[tuple[Value, ...]],
+        beside: Collection[Value] = (),
     ) -> Kernels:
         """Those of operations whose values have these buffers behind them."""
         reads = [frozenset([r for v in op.values for r in roots[v]]) for op in ops]
         place = {value: index for index, values in enumerate(made) for value in values}
-        return cls(ops, kinds, reads, made, gates(ops, kinds), place)
+        return cls(ops, kinds, reads, made, gates(ops, kinds), place, beside)
 
     def runs_at(self, kept: Collection[Value]) -> tuple[int, ...]:
         """The operation in whose place the kernel of each operation runs.
@@ -86,8 +90,7 @@ class Kernels:
             if self._is_light(index):
                 results.setdefault(at[index], []).extend(values)
         found = {v for values in results.values() if len(values) > 1 for v in values}
-        summed = {v for buffers in passed.values() for v in buffers if v in self.place}
-        found.update(v for v in summed if self._is_light(self.place[v]))
+        found.update(v for buffers in passed.values() for v in buffers if self._is_summed(v))
         return frozenset(found)
 
     def reduced_twice(self, passed: Mapping[Op, Collection[Value]]) -> frozenset[int]:
@@ -100,9 +103,13 @@ class Kernels:
         """
         counts: dict[int, int] = {}
         for buffers in passed.values():
-            for index in {self.place[v] for v in buffers if v in self.place}:
-                counts[index] = counts.get(index, 0) + self._is_light(index)
+            for index in {self.place[v] for v in buffers if self._is_summed(v)}:
+                counts[index] = counts.get(index, 0) + 1
         return frozenset([index for index, count in counts.items() if count > 1])
+
+    def _is_summed(self, value: Value) -> bool:
+        """Whether what makes a buffer has reductions of it in its kernel."""
+        return value.aval.size < TOO_MANY and self._is_light(self.place.get(value, -1))
 
     def _is_light(self, index: int) -> bool:
         """Whether an operation is element-wise and writes something."""
@@ -113,7 +120,8 @@ class Kernels:
         at = list(range(len(self.ops)))
         first: dict[tuple, int] = {}
         needed = self._needed()
-        for index, (read, gate) in enumerate(zip(self.reads, self.gates, strict=True)):
+        for index, gate in enumerate(self.gates):
+            read = self._read_with_others(index)
             if not self._is_light(index) or len(self.made[index]) != 1 or not read:
                 continue
             size = self.made[index][0].aval.size
@@ -125,6 +133,12 @@ class Kernels:
             else:
                 at[index] = at[first.setdefault((read, size, gate), index)]
         return at
+
+    def _read_with_others(self, index: int) -> frozenset[Value]:
+        """What a kernel reads that has what is written beside its own result in it."""
+        reads = self.reads[index]
+        found = reads.intersection(self.beside) if self.beside else ()
+        return reads.difference(found).union(*[self.reads[self.place[v]] for v in found])
 
     def _needed(self) -> set[Value]:
         """The buffers that something reads which nothing is fused with."""

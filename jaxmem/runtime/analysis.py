@@ -124,7 +124,7 @@ def _results(program: Program, block: Block, simulation: Simulation) -> Iterator
 
 
 def _temporaries(block: Block, simulation: Simulation, names: dict[Value, str]) -> Iterator[Buffer]:
-    made = {v: op for op in block.ops for v in op.outputs}
+    made = simulation.makers(block.ops)
     turn = next((i for i, op in enumerate(block.ops) if is_backward(op)), len(block.ops))
     for span in simulation.lifetimes:
         crosses = span.start < turn <= span.end
@@ -151,7 +151,7 @@ def _inside(
     if inner is None:
         return
     body, running = inner
-    made = {v: op for op in body.ops for v in op.outputs}
+    made = running.makers(body.ops)
     for span in running.lifetimes:
         if span.start <= running.peak_index <= span.end:
             yield _buffer(made[span.value], Lifetime(span.value, at, at), names, "temporary")

@@ -16,6 +16,7 @@ from jaxmem.program.cost import Rates
 from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.program.pinning import has_pins
+from jaxmem.program.weighing import Weighing
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
@@ -50,6 +51,20 @@ def rates_of(target: Target) -> Rates:
         duplex_bytes_per_second=target.duplex_bytes_per_second,
         barriers_keep=target.platform == "gpu" and BARRIERS_KEEP_PLACES,
         together=target.platform == "gpu",
+        weighing=_weighing(target),
+    )
+
+
+def _weighing(target: Target) -> Weighing | None:
+    """How fast XLA takes a GPU of the table to be: all its scalar units, two operations a cycle."""
+    if target.platform != "gpu" or not target.model:
+        return None
+    entry = table.gpu(target.model)
+    units = entry["sm_count"] * table.sm_limits(entry["compute_capability"])["fpus_per_sm"]
+    return Weighing(
+        2e9 * units * entry["clock_ghz"],
+        entry["memory_bytes_per_second"],
+        widens=float(entry["compute_capability"]) < 9.0,
     )
 
 
@@ -160,6 +175,12 @@ class Compiler:
     def temp_bytes(self, solution: Solution) -> int:
         """Temporaries of a solution on paper, with what its kernels are known to work in."""
         return self.laid_out.temp_bytes(solution, self.search.schedule)
+
+    @functools.cached_property
+    def written_temp_bytes(self) -> int:
+        """Temporaries of the step as written on paper."""
+        whole = self.search.keep_all.temp_bytes
+        return self.laid_out.block_bytes(self.program.block, whole)
 
     def hosting(self, solution: Solution | None) -> Hosting:
         """What of the step's arguments and results is in host memory."""

@@ -279,7 +279,7 @@ def holders(
 def _live_at_peak(
     block: Block, simulation: Simulation, names: dict[Value, str]
 ) -> Iterable[Holder]:
-    made: dict[Value, Op] = {v: op for op in block.ops for v in op.outputs}
+    made = simulation.makers(block.ops)
     sums: dict[tuple[str, str], int] = {}
     for span in simulation.lifetimes:
         if span.start <= simulation.peak_index <= span.end:

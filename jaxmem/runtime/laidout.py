@@ -12,6 +12,7 @@ from jaxmem.hlo.module import UNREADABLE, read_module
 from jaxmem.hlo.products import products_of
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.packing import buffers, packed_bytes
+from jaxmem.planner.places import most_at_once, placed_values
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.cost import Rates
 from jaxmem.program.ir import Block, Program
@@ -32,18 +33,17 @@ class LaidOut:
 
     def __init__(self, program: Program, target: Target, rates: Rates):
         self.unread = ""
-        self._on_gpu = target.platform == "gpu"
         self._program, self._rates = program, rates
-        self._simulator: Simulator | None = None
+        # What several devices share out is in other sizes there, and what a CPU does has none.
+        lays_out = target.platform == "gpu" and not program.sharded
+        self._simulator = Simulator(rates) if lays_out else None
+        self._has_learnt = False
         self._known: dict[frozenset, int] = {}
 
     @property
     def wanted(self) -> bool:
-        """Whether a compiled program would say something.
-
-        What several devices share out is in other sizes there, and what a CPU does has none.
-        """
-        return self._simulator is None and self._on_gpu and not self._program.sharded
+        """Whether a compiled program would say something."""
+        return self._simulator is not None and not self._has_learnt
 
     def learn(self, compiled: Compiled) -> None:
         """Take down what the kernels of a program work in; the first one is believed."""
@@ -56,22 +56,33 @@ class LaidOut:
         except UNREADABLE as error:
             self.unread = f"{type(error).__name__}: {error}"
             return
-        self.unread, self._simulator = "", Simulator(self._rates, found)
+        self.unread, self._has_learnt = "", True
+        self._simulator = Simulator(self._rates, found)
+        self._known.clear()
 
     def temp_bytes(self, solution: Solution, schedule: Callable[[Solution], Block]) -> int:
         """Temporaries of a solution, which ``schedule`` writes out."""
         if self._simulator is None:
             return solution.temp_bytes
         if solution.key not in self._known:
-            self._known[solution.key] = self._laid_out(self._simulator, schedule(solution))
+            block = schedule(solution)
+            self._known[solution.key] = self.block_bytes(block, solution.temp_bytes)
         return self._known[solution.key]
 
-    def _laid_out(self, simulator: Simulator, block: Block) -> int:
-        """What a schedule takes, laid out where that is known: not what loops work in."""
+    def block_bytes(self, block: Block, most_bytes: int) -> int:
+        """Temporaries of a schedule, of which ``most_bytes`` are there at once.
+
+        It is laid out where that is known: not what loops work in.
+        """
+        simulator = self._simulator
+        if simulator is None:
+            return most_bytes
         simulation = simulator.step(block)
+        donated = [block.inputs[n] for n in self._program.donated]
+        fusion = simulator.fused(block, closely=True)
+        placed = placed_values(fusion, block, simulation, donated)
+        most = most_at_once(simulation, placed)
         if any(map(simulator.working_bytes, block.ops)):
-            return simulation.temp_bytes
-        spans = buffers(block, simulation, simulator.workspaces)
-        if len(spans) > _MOST_BUFFERS:
-            return simulation.temp_bytes
-        return max(simulation.temp_bytes, packed_bytes(spans))
+            return most
+        spans = buffers(block, simulation, simulator.workspaces, placed)
+        return most if len(spans) > _MOST_BUFFERS else max(most, packed_bytes(spans))

@@ -143,7 +143,7 @@ class _Choosing:
         self.written = max(plain.memory.temp_bytes, 1) / max(keep_all, 1)
         # For any number of microbatches devices have the same parts of arrays.
         self.scale = self.unscaled = compiler.scale
-        before = self.fixed + int(keep_all * self.unscaled)
+        before = self.fixed + int(compiler.written_temp_bytes * self.unscaled)
         self.trialled: list[_Option] = []
         self.rounds = [self._round("keep-all, 1 microbatch", before, plain)]
 

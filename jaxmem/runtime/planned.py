@@ -80,7 +80,7 @@ def plan_of(
         output_bytes=memory.output_bytes,
         aliased_bytes=memory.alias_bytes,
         host_bytes=memory.host_argument_bytes + memory.host_temp_bytes,
-        keep_all_predicted_bytes=fixed_bytes + keep_all.temp_bytes,
+        keep_all_predicted_bytes=fixed_bytes + compiler.written_temp_bytes,
         keep_all_compiled_bytes=compiler.keep_all().memory.total_bytes,
         predicted_seconds=solution.seconds if solution else keep_all.seconds,
         keep_all_seconds=keep_all.seconds,

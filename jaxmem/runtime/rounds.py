@@ -243,7 +243,7 @@ class _Rounds(Slack):
         plain = self.compiler.keep_all()
         self.fixed = plain.memory.total_bytes - plain.memory.temp_bytes
         self.scale = self.unscaled = self.closer = self.compiler.scale
-        predicted = self.fixed + int(self.search.keep_all.temp_bytes * self.scale)
+        predicted = self.fixed + int(self.compiler.written_temp_bytes * self.scale)
         self.compiler.laid_out.learn(plain)
         ruled_out = "" if self.search.ruled.allows_written else policed.NOT_AS_WRITTEN
         self.note("keep-all", predicted, predicted, plain, ruled_out)

@@ -30,7 +30,7 @@ def apart(first: Span, second: Span) -> bool:
 @given(st.lists(SPANS, max_size=12), st.lists(SPANS, max_size=4))
 def test_what_is_placed_fits_and_is_alone(temporaries, results):
     given_places = [Place(span.nbytes, span) for span in results]
-    found = placed(temporaries, given_places)
+    found = [temporaries[n] for n in placed(temporaries, given_places)]
     for place in given_places:
         assert all(span.nbytes <= place.nbytes for span in place.taken)
         pairs = [(a, b) for n, a in enumerate(place.taken) for b in place.taken[:n]]

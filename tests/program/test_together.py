@@ -181,6 +181,17 @@ def test_the_compiler_takes_what_is_seen_together(function, shapes):
     assert Simulator(RATES).step(block).temp_bytes < 0.9 * closely
 
 
+@pytest.mark.parametrize("rows", [2**16, 2**17, 2**18])
+def test_what_is_very_large_is_not_summed_where_it_is_made(rows: int):
+    """Then it is written over its operand: of 2**28 elements on."""
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(rows, 2048), *[(2048,) * 2] * 2]
+    ]
+    step = program(doubled_in_place, *args)
+    compiled = compile_for("h200", as_function(step.block), step.avals()).memory.temp_bytes
+    assert Simulator(TOGETHER).step(step.block).temp_bytes == pytest.approx(compiled, rel=0.02)
+
+
 def test_what_reads_another_is_written_with_it_only_where_both_are_written():
     """Else it takes the other's place: the gradient of a GPT's logits, 3 GiB of 50,304 words."""
 
