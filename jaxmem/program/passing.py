@@ -19,7 +19,7 @@ _NEAR = 4
 # What has this many elements is written by a kernel of its own: a gradient behind a ReLU that two
 # sums read was one kernel with both up to 201 million elements, of 16 bits or of 32, and with none
 # from 268 million on.
-TOO_MANY = 2**28
+_TOO_MANY = 2**28
 
 
 def read_in_passing(
@@ -47,20 +47,13 @@ def read_in_passing(
             siblings = near.setdefault((shape, op.eqn.params.get("axes"), gate), [])
             shared = _with_sibling(reads, last, siblings)
             if not shared and last > gate and kinds[last] is Kind.FUSED:
-                shared = _with_maker(reads, made[last], size)
+                shared = frozenset([v for v in made[last] if v in reads and v.aval.size == size])
             if shared:
                 found[op] = shared
             siblings.append((index, reads))
             del siblings[:-_NEAR]
         since.update(dict.fromkeys(made[index], index))
     return found
-
-
-def _with_maker(reads: frozenset[Value], made: Sequence[Value], size: int) -> frozenset[Value]:
-    """What of ``reads`` is ``made`` in the kernel that sums so many elements, too."""
-    if size >= TOO_MANY:
-        return frozenset()
-    return frozenset([v for v in made if v in reads and v.aval.size == size])
 
 
 def _with_sibling(
@@ -72,3 +65,13 @@ def _with_sibling(
     """
     shared = [reads & others for index, others in near if last < index]
     return max(shared, key=lambda some: sum([r.nbytes for r in some]), default=frozenset())
+
+
+def summed_where_made(
+    passed: Mapping[Op, frozenset[Value]],
+) -> dict[Op, frozenset[Value]]:
+    """Of what :func:`read_in_passing` found, what may be made in the kernel that sums it."""
+    return {
+        op: frozenset([v for v in buffers if v.aval.size < _TOO_MANY])
+        for op, buffers in passed.items()
+    }

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from jaxmem.program.gates import gates
 from jaxmem.program.ir import Op, Value
-from jaxmem.program.passing import TOO_MANY
 from jaxmem.program.primitives import Kind
 
 
@@ -90,7 +89,8 @@ class Kernels:
             if self._is_light(index):
                 results.setdefault(at[index], []).extend(values)
         found = {v for values in results.values() if len(values) > 1 for v in values}
-        found.update(v for buffers in passed.values() for v in buffers if self._is_summed(v))
+        summed = {v for buffers in passed.values() for v in buffers if v in self.place}
+        found.update(v for v in summed if self._is_light(self.place[v]))
         return frozenset(found)
 
     def reduced_twice(self, passed: Mapping[Op, Collection[Value]]) -> frozenset[int]:
@@ -103,13 +103,9 @@ class Kernels:
         """
         counts: dict[int, int] = {}
         for buffers in passed.values():
-            for index in {self.place[v] for v in buffers if self._is_summed(v)}:
-                counts[index] = counts.get(index, 0) + 1
+            for index in {self.place[v] for v in buffers if v in self.place}:
+                counts[index] = counts.get(index, 0) + self._is_light(index)
         return frozenset([index for index, count in counts.items() if count > 1])
-
-    def _is_summed(self, value: Value) -> bool:
-        """Whether what makes a buffer has reductions of it in its kernel."""
-        return value.aval.size < TOO_MANY and self._is_light(self.place.get(value, -1))
 
     def _is_light(self, index: int) -> bool:
         """Whether an operation is element-wise and writes something."""
