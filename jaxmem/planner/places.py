@@ -133,15 +133,30 @@ def _places(
     """The places of a program's results, with the donated inputs that some of them become."""
     end = len(block.ops)
     read = last_read(block, fusion, donated)
-    given: dict[object, list[Value]] = {}
-    for value in donated:
-        given.setdefault((value.aval.shape, value.aval.dtype), []).append(value)
+    becomes = _becomes(block, fusion, donated)
     found = []
     for start, made in enumerate(simulation.made):
         for value in made:
             if value in simulation.results:
                 place = Place(value.nbytes, Span(start, end, value.nbytes))
-                if alike := given.get((value.aval.shape, value.aval.dtype)):
-                    place.taken.append(Span(-1, read.get(alike.pop(0), end), value.nbytes))
+                if value in becomes:
+                    place.taken.append(Span(-1, read.get(becomes[value], end), value.nbytes))
                 found.append(place)
+    return found
+
+
+def _becomes(block: Block, fusion: Fusion, donated: Sequence[Value]) -> dict[Value, Value]:
+    """By result the donated input whose memory it gets: the next of its shape and dtype, as in JAX.
+
+    What is in host memory gets none of the device's, and has none to give.
+    """
+    given: dict[object, list[Value]] = {}
+    for value in donated:
+        if not value.host:
+            given.setdefault((value.aval.shape, value.aval.dtype), []).append(value)
+    found: dict[Value, Value] = {}
+    for value in block.outputs:
+        if isinstance(value, Value) and not value.host:
+            if alike := given.get((value.aval.shape, value.aval.dtype)):
+                found.setdefault(fusion.roots[value][0], alike.pop(0))
     return found

@@ -158,7 +158,7 @@ def fuse(
         if away or op.barrier or op.transfer or op.name in in_tuples:
             moved.update(_handed_on(op, roots, moved, (written, away), views, barriers_keep))
         moved.update({v: written for v in op.outputs if v in sides})
-    passed = read_in_passing(ops, kinds, roots, made) if Kind.REDUCE in kinds else {}
+    passed = read_in_passing(ops, kinds, roots, made, sides) if Kind.REDUCE in kinds else {}
     at = tuple(range(len(ops)))
     fusion = Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed, at)
     return _put_together(fusion, ops, outputs, kept.written, whole) if closely else fusion
@@ -173,11 +173,11 @@ def _put_together(
 ) -> Fusion:
     """With what XLA makes of several kernels; ``beside`` are what it keeps as it costs much.
 
-    Where the line is not ``whole``, as it recomputes something, very large sums are taken to be
-    where what they read is made, and convolutions to add nothing up. That is not so, and makes up
-    for gaps that XLA leaves there: of six such programs of a 3D U-Net five came to 0.992 to 0.999
-    of what they compile to, and with both 0.915 to 0.999. As written it is 1.000 with both, and
-    1.034 without.
+    Where the line is not ``whole``, as it recomputes or moves something, very large sums are taken
+    to be where what they read is made, and convolutions to add nothing up. That is not so, and
+    makes up for gaps that XLA leaves there: of six such programs of a 3D U-Net five came to 0.992
+    to 0.999 of what they compile to, and with both 0.915 to 0.999. As written it is 1.000 with
+    both, and 1.034 without.
     """
     roots, spared = fusion.roots, list(fusion.spared)
     kernels = Kernels.of(ops, fusion.kinds, roots, fusion.made, beside)
@@ -221,7 +221,7 @@ def _handed_on(
         kept = {v: roots[v] for r, v in given if (barriers_keep and counts) or r in views}
         return {v: moved[r] for r, v in given if r in moved} | kept
     written, away = found
-    return {v: away for v in op.outputs if v not in written}
+    return {v: away for v in op.outputs if not any(root in written for root in roots[v])}
 
 
 def _widening(ops: Sequence[Op]) -> frozenset[Op]:

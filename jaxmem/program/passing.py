@@ -8,7 +8,7 @@ that XLA compiles 257.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxmem.program.gates import gates
 from jaxmem.program.ir import Op, Value
@@ -27,6 +27,7 @@ def read_in_passing(
     kinds: Sequence[Kind],
     roots: Mapping[Value, tuple[Value, ...]],
     made: Sequence[tuple[Value, ...]],
+    apart: Collection[Value] = (),
 ) -> dict[Op, frozenset[Value]]:
     """For reductions, the buffers that a kernel they are part of reads or makes anyway.
 
@@ -35,6 +36,7 @@ def read_in_passing(
         kinds: of each.
         roots: the buffers behind each value.
         made: the buffers that each operation writes.
+        apart: of these, what nothing is summed beside: convolutions make it.
     """
     found: dict[Op, frozenset[Value]] = {}
     since: dict[Value, int] = {}
@@ -47,7 +49,8 @@ def read_in_passing(
             siblings = near.setdefault((shape, op.eqn.params.get("axes"), gate), [])
             shared = _with_sibling(reads, last, siblings)
             if not shared and last > gate and kinds[last] is Kind.FUSED:
-                shared = frozenset([v for v in made[last] if v in reads and v.aval.size == size])
+                alike = [v for v in made[last] if v in reads and v.aval.size == size]
+                shared = frozenset([v for v in alike if v not in apart])
             if shared:
                 found[op] = shared
             siblings.append((index, reads))
@@ -72,6 +75,11 @@ def summed_where_made(
 ) -> dict[Op, frozenset[Value]]:
     """Of what :func:`read_in_passing` found, what may be made in the kernel that sums it."""
     return {
-        op: frozenset([v for v in buffers if v.aval.size < _TOO_MANY])
+        op: frozenset([v for v in buffers if _elements(v) < _TOO_MANY])
         for op, buffers in passed.items()
     }
+
+
+def _elements(value: Value) -> int:
+    """Of what one device has of it."""
+    return value.nbytes // value.aval.dtype.itemsize if value.nbytes else 0

@@ -117,10 +117,10 @@ class Kernels:
         first: dict[tuple, int] = {}
         needed = self._needed()
         for index, gate in enumerate(self.gates):
-            read = self._read_with_others(index)
-            if not self._is_light(index) or len(self.made[index]) != 1 or not read:
+            if not self._is_light(index) or len(self.made[index]) != 1 or not self.reads[index]:
                 continue
             size = self.made[index][0].aval.size
+            read = self._read_beside(index, (size, gate), at, first)
             source = next(iter(read))
             maker = self.place.get(source, -1) if len(read) == 1 else -1
             alike = source in needed and source.aval.size == size
@@ -130,11 +130,18 @@ class Kernels:
                 at[index] = at[first.setdefault((read, size, gate), index)]
         return at
 
-    def _read_with_others(self, index: int) -> frozenset[Value]:
-        """What a kernel reads that has what is written beside its own result in it."""
+    def _read_beside(
+        self, index: int, kind: tuple, at: Sequence[int], first: Mapping[tuple, int]
+    ) -> frozenset[Value]:
+        """What an operation reads, without what is written beside its result by a kernel so far."""
         reads = self.reads[index]
-        found = reads.intersection(self.beside) if self.beside else ()
-        return reads.difference(found).union(*[self.reads[self.place[v]] for v in found])
+        found = reads.intersection(self.beside) if self.beside else frozenset[Value]()
+        if not found:
+            return reads
+        others = reads.difference(found).union(*[self.reads[self.place[v]] for v in found])
+        lead = first.get((others, *kind))
+        makers = {at[self.place[v]] for v in found}
+        return others if lead is not None and makers == {at[lead]} else reads
 
     def _needed(self) -> set[Value]:
         """The buffers that something reads which nothing is fused with."""

@@ -5,6 +5,10 @@ costly, XLA's priority fusion weighs computing it in each of them against writin
 ``tanh`` of a GELU, read by the layer and by its gradient, is a second result of the layer's kernel
 on an H200, 512 MiB in each of 24 blocks of a GPT. Small ones are computed again all the same, a
 kernel more being worth a microsecond there.
+
+What XLA writes as it would be read too often (:mod:`jaxmem.program.fusion`) is not known yet where
+this is decided: a result that only such a buffer is made of is taken to be read by all that reads
+the buffer.
 """
 
 from __future__ import annotations
@@ -67,7 +71,6 @@ class Weighing:
             op
             for op, kind in zip(ops, kinds, strict=True)
             if kind is Kind.FUSED and op.name in _COSTS and op.outputs[0] not in demanded
-            if self.weigh(op, 2)
         ]
         if not costly:
             return NOTHING_KEPT
@@ -90,11 +93,12 @@ class Weighing:
         return self.widens and value.aval.dtype == jnp.bfloat16
 
     def weigh(self, op: Op, kernels: int) -> bool:
-        """Whether reading the result of ``op`` in so many kernels takes less than computing it.
+        """Whether so many kernels take less to read the result of ``op`` than to compute it each.
 
-        The first of them reads what the result is made of and writes another as large; those of
-        gradients read one more. Computing it again hides all that they read and write: what is
-        compared is arithmetic with traffic.
+        They are taken to be a layer and its gradients: the first reads what the result is made of
+        and writes another as large, three with the result, each of the others one more. Where they
+        compute it, all of that is hidden behind the arithmetic. Where they read it, arithmetic is
+        done once, and there is the traffic.
         """
         result = op.outputs[0]
         if not result.nbytes or result.aval.dtype.itemsize not in _ITEMSIZES:

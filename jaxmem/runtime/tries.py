@@ -20,6 +20,8 @@ from jaxmem.units import format_bytes
 MOST_COMPILES = 15
 # Programs as quick as each other that differ by less than this share take the same memory.
 _SAME_BYTES = 0.01
+# What is less on paper is taken for as much where it is compared with what was compiled.
+_LEAST_BYTES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +135,9 @@ class Tries:
     def _learn(self, solution: Solution, compiled: Compiled) -> None:
         """What comes is off by as much; on a GPU most programs are, and some by something else."""
         self.compiler.laid_out.learn(compiled)
-        taken, closely = compiled.memory.temp_bytes, self.compiler.temp_bytes(solution)
+        taken = compiled.memory.temp_bytes
+        # Where all that is large goes to results' places, what is left says nothing in proportion.
+        closely = max(self.compiler.temp_bytes(solution), _LEAST_BYTES)
         self.ratios.append((taken / solution.temp_bytes, taken / closely))
         if self.compiler.target.platform == "gpu":
             self.scale, self.closer = map(statistics.median, zip(*self.ratios, strict=True))

@@ -89,3 +89,46 @@ def test_what_hands_over_much_compiles_to_about_what_is_predicted(count):
     compiled = compile_for("h100", as_function(made.block), made.avals())
     found = temporary_bytes(Simulator(RATES), made.block, [])
     assert found == pytest.approx(compiled.memory.temp_bytes, rel=0.05)
+
+
+def updated(a, b, x):
+    """The second argument is the first result, which is made last."""
+    second = (a + 1.0) @ x
+    return jnp.tanh(b @ second), second @ x
+
+
+SQUARE = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+
+def test_a_donated_input_is_where_the_result_is_that_jax_gives_its_memory():
+    """In order of arguments and results: not of what is made first."""
+    block = program(updated, *[SQUARE] * 3).block
+    given = list(block.inputs[:2])
+    becomes = places._becomes(block, Simulator(RATES).fused(block, closely=True), given)
+    assert becomes == dict(zip(block.outputs, given, strict=True))
+    compiled = compile_for("h100", as_function(block), [SQUARE] * 3, donate=(0, 1))
+    aliases = compiled.hlo_text().split("input_output_alias={")[1].split("entry_computation")[0]
+    assert "{0}: (0," in aliases
+    assert "{1}: (1," in aliases
+
+
+def test_what_is_in_host_memory_has_no_place_to_give():
+    block = program(updated, *[SQUARE] * 3).block
+    fusion, simulation = Simulator(RATES).fused(block, closely=True), Simulator(RATES).step(block)
+    given = list(block.inputs[:2])
+    before = places._places(block, fusion, simulation, given)
+    given[0].host = True
+    after = places._places(block, fusion, simulation, given)
+    taken = [[len(place.taken) for place in found] for found in (before, after)]
+    assert sorted(taken[0]) == [2, 2]
+    assert sorted(taken[1]) == [1, 2], "one result has a place of its own"
+
+
+def test_a_place_that_is_always_taken_is_not_looked_at():
+    block = program(updated, *[SQUARE] * 3).block
+    end = len(block.ops)
+    assert not Place(8, Span(-1, 1, 8), Span(2, end, 8)).is_ever_free(block)
+    assert not Place(8, Span(0, end, 8)).is_ever_free(block)
+    assert Place(8, Span(-1, 0, 8), Span(2, end, 8)).is_ever_free(block)
+    assert Place(8, Span(1, end, 8)).is_ever_free(block)
+    assert Place(8, Span(-1, end - 2, 8)).is_ever_free(block)

@@ -90,7 +90,7 @@ def grouped(x, a, b):
 
 def of_gradients(x, a, b):
     def loss(x):
-        return (convolved(jnp.sin(x), a) ** 2 + convolved(jnp.cos(x), b) ** 2).sum()
+        return (convolved(x, a) ** 2 + convolved(x, b) ** 2).sum()
 
     return jax.grad(loss)(x)
 
@@ -100,3 +100,14 @@ def of_gradients(x, a, b):
 )
 def test_what_is_read_twice_or_no_forward_convolution_is_none(fun):
     assert found_in(fun, X, K, K)[1] == []
+
+
+def test_a_norm_of_the_sum_is_no_part_of_the_convolution():
+    def normed(x, a, b):
+        y = (convolved(x, a) + convolved(x, b)).astype(jnp.float32)
+        return y.mean((0, 1, 2)), (y * y).mean((0, 1, 2))
+
+    block, found = found_in(normed, X, K, K)
+    assert len(found) == 1
+    compiled = compile_for("h200", as_function(block), (X, K, K)).memory.temp_bytes
+    assert temporary_bytes(Simulator(TOGETHER), block, []) == pytest.approx(compiled, rel=0.03)
