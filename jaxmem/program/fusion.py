@@ -106,7 +106,9 @@ def fuse(
             operations together is looked at as well: kernels that run in the place of an earlier
             one, paddings that are undone, axes that are taken apart, numbers that are widened
             where they are read.
-        weighing: what is weighed where results cost much to compute; ``None`` for nothing.
+        weighing: what is weighed where results cost much to compute; ``None`` for nothing. Where
+            something is recomputed nothing is: a chain of GELUs in half of its memory was predicted
+            12% over with it.
     """
     apart = rearranged(ops) if closely else frozenset[Op]()
     same = undone(ops) if closely else {}
@@ -114,8 +116,8 @@ def fuse(
     added = _added_in_place(ops, outputs)
     widening = _widening(ops) if closely else frozenset[Op]()
     demanded, readers = _demand(ops, kinds, outputs, added, same, widening)
-    kept = weighing.kept(ops, kinds, demanded) if weighing else NOTHING_KEPT
     whole = closely and not any(op.recompute for op in ops)
+    kept = weighing.kept(ops, kinds, demanded) if weighing and whole else NOTHING_KEPT
     sides = summed_in_convolutions(ops, outputs) if whole and tuples else {}
     demanded = demanded.union(kept.buffers, sides)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}

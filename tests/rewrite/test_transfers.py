@@ -187,7 +187,7 @@ def test_a_chain_with_a_host_recomputes_less_and_what_it_sends_is_off_the_device
     shape = Shape(6, d_model=1024, heads=8, vocab=256, batch=32, sequence=512)
     step, args = make(Form(scan=False), shape, jnp.bfloat16)
     search = Search(program(step, *args, donate=(0, 1)), rates_of(H200))
-    limit = int(0.3 * search.keep_all.temp_bytes)
+    limit = int(0.262 * search.keep_all.temp_bytes)
     without, found = search.solve(limit), search.solve(limit, 2**36)
     assert without is not None
     assert found is not None
