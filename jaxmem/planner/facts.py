@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmem.program.fusion import fuse, repeated_numbers
+from jaxmem.program.demand import repeated_numbers
+from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 

@@ -7,30 +7,23 @@ of traced residuals are 17 GiB for XLA.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
-
+from jaxmem.program.demand import Line, looked_over
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing, summed_where_made
-from jaxmem.program.primitives import Kind, kind_of
-from jaxmem.program.rearranging import rearranged
-from jaxmem.program.sideinputs import summed_in_convolutions
+from jaxmem.program.primitives import CONVOLUTION, RESHAPES, Kind
 from jaxmem.program.together import Kernels
-from jaxmem.program.undoing import undone
-from jaxmem.program.weighing import NOTHING_KEPT, Costly, Weighing
+from jaxmem.program.weighing import Costly, Weighing
 
 # A fused kernel takes a limited number of operands; past that XLA writes a buffer.
 _MOST_ROOTS = 8
 # Several readers share one buffer instead of each recomputing it when reading its roots again
 # would move clearly more bytes than reading the buffer (the residual stream of a transformer).
 SHARING_RATIO = 1.5
-_BROADCASTS = frozenset(["broadcast_in_dim", "full"])
 # These read as much of their first operand as they return.
 _SLICING = frozenset(["dynamic_slice", "gather", "slice", "split", "unstack"])
-_SCATTERS = frozenset(["scatter-add", "scatter_add"])
-_ADDS = frozenset(["add", "add_any"])
 # Operations whose result is read or written in another order than their operands: a kernel cannot
 # write over an operand that it reads through one of them. The gradient of a GPT's logits is padded
 # and does not take the logits' place: 1.5 GiB of 50,304 words.
@@ -38,10 +31,6 @@ _MOVING = frozenset(
     "broadcast_in_dim concatenate dynamic_slice gather pad rev slice split stack tile "
     "unstack".split()
 )
-# XLA:GPU has kernels that give a tuple for these: the result and a workspace.
-_IN_TUPLES = frozenset(["conv_general_dilated"])
-# Aliases as a rule; those that are not take the axes of their operand apart.
-_RESHAPES = frozenset(["expand_dims", "reshape", "squeeze"])
 
 
 @dataclass(frozen=True)
@@ -106,47 +95,23 @@ def fuse(
             operations together is looked at as well: kernels that run in the place of an earlier
             one, paddings that are undone, axes that are taken apart, numbers that are widened
             where they are read.
-        weighing: what is weighed where results cost much to compute; ``None`` for nothing. Where
-            something is recomputed nothing is: a chain of GELUs in half of its memory was predicted
-            12% over with it.
+        weighing: what is weighed where results cost much to compute; ``None`` for nothing.
     """
-    apart = rearranged(ops) if closely else frozenset[Op]()
-    same = undone(ops) if closely else {}
-    kinds = tuple([_kind_in(op, apart, same) for op in ops])
-    added = _added_in_place(ops, outputs)
-    widening = _widening(ops) if closely else frozenset[Op]()
-    demanded, readers = _demand(ops, kinds, outputs, added, same, widening)
-    whole = closely and not any(op.recompute for op in ops)
-    kept = weighing.kept(ops, kinds, demanded) if weighing and whole else NOTHING_KEPT
-    sides = summed_in_convolutions(ops, outputs) if whole and tuples else {}
-    demanded = demanded.union(kept.buffers, sides)
+    line = looked_over(ops, outputs, closely=closely, tuples=tuples, weighing=weighing)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
     parts: dict[Value, dict[Value, int]] = {}
     moved: dict[Value, tuple[Value, ...]] = {}
     views: set[Value] = set()
-    in_tuples = _IN_TUPLES if tuples else frozenset[str]()
     spared: list[tuple[Value, ...]] = []
-    for op, kind in zip(ops, kinds, strict=True):
+    for op, kind in zip(ops, line.kinds, strict=True):
         written: tuple[Value, ...] = ()
-        away = _moved(op, kind, roots, moved, sides)
-        if kind is Kind.FUSED or op in added:
-            merged = _merged(op, roots)
-            some = _parts(op, roots, parts)
-            counted = {} if op in widening else readers
-            for result in op.outputs:
-                real = result in demanded or _is_shared(result, merged, counted, kept)
-                if real:
-                    buffer = kept.buffers.get(result, result)
-                    written = (*written, buffer)
-                    roots[buffer] = roots[result] = (buffer,)
-                    continue
-                if some is not None:
-                    parts[result] = some
-                roots[result] = merged
+        away = _moved(op, kind, roots, moved, line.sides)
+        if kind is Kind.FUSED or op in line.added:
+            written = _computed(op, line, roots, parts)
         elif kind is Kind.ALIAS:
-            written = _renamed(op, roots, same.get(op))
-            if op.name in _RESHAPES:
+            written = _renamed(op, roots, line.same.get(op))
+            if op.name in RESHAPES:
                 views.update(op.outputs)
             if parts:
                 parts.update(_parts_renamed(op, roots, parts))
@@ -157,13 +122,17 @@ def fuse(
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
         spared.append(away)
-        if away or op.barrier or op.transfer or op.name in in_tuples:
+        # XLA:GPU's kernels give a tuple for a convolution: the result and a workspace.
+        if away or op.barrier or op.transfer or (tuples and op.name == CONVOLUTION):
             moved.update(_handed_on(op, roots, moved, (written, away), views, barriers_keep))
-        moved.update({v: written for v in op.outputs if v in sides})
-    passed = read_in_passing(ops, kinds, roots, made, sides) if Kind.REDUCE in kinds else {}
+        moved.update({v: written for v in op.outputs if v in line.sides})
+    reducing = Kind.REDUCE in line.kinds
+    passed = read_in_passing(ops, line.kinds, roots, made, line.sides) if reducing else {}
     at = tuple(range(len(ops)))
-    fusion = Fusion(roots, kinds, tuple(made), tuple(spared), parts, passed, at)
-    return _put_together(fusion, ops, outputs, kept.written, whole) if closely else fusion
+    fusion = Fusion(roots, line.kinds, tuple(made), tuple(spared), parts, passed, at)
+    if not closely:
+        return fusion
+    return _put_together(fusion, ops, outputs, line.kept.written, line.whole)
 
 
 def _put_together(
@@ -196,12 +165,6 @@ def _put_together(
     return replace(fusion, spared=tuple(spared), at=at)
 
 
-def _kind_in(op: Op, apart: Collection[Op], same: Mapping[Op, Value]) -> Kind:
-    if op in same:
-        return Kind.ALIAS
-    return Kind.FUSED if op in apart else kind_of(op)
-
-
 def _handed_on(
     op: Op,
     roots: Mapping[Value, tuple[Value, ...]],
@@ -215,7 +178,7 @@ def _handed_on(
     ``found`` are the buffers that ``op`` writes, and those it cannot write over itself; ``views``
     what reshapes made.
     """
-    if op.transfer == "fetch" or op.name in _IN_TUPLES:
+    if op.transfer == "fetch" or op.name == CONVOLUTION:
         return {v: roots[v] for v in op.outputs}
     if op.barrier:
         given = [(r, v) for r, v in zip(op.inputs, op.outputs, strict=True) if isinstance(r, Value)]
@@ -226,10 +189,27 @@ def _handed_on(
     return {v: away for v in op.outputs if not any(root in written for root in roots[v])}
 
 
-def _widening(ops: Sequence[Op]) -> frozenset[Op]:
-    """Those that give the same numbers in more bytes: XLA writes what they read instead."""
-    converts = (op for op in ops if op.name == "convert_element_type" and op.values)
-    return frozenset([op for op in converts if op.values[0].nbytes < op.outputs[0].nbytes])
+def _computed(
+    op: Op,
+    line: Line,
+    roots: dict[Value, tuple[Value, ...]],
+    parts: dict[Value, dict[Value, int]],
+) -> tuple[Value, ...]:
+    """Note what is behind the results of ``op``, which is fused; those that are buffers."""
+    written: tuple[Value, ...] = ()
+    merged = _merged(op, roots)
+    some = _parts(op, roots, parts)
+    readers = {} if op in line.widening else line.readers
+    for result in op.outputs:
+        if result in line.demanded or _is_shared(result, merged, readers, line.kept):
+            buffer = line.kept.buffers.get(result, result)
+            written = (*written, buffer)
+            roots[buffer] = roots[result] = (buffer,)
+            continue
+        if some is not None:
+            parts[result] = some
+        roots[result] = merged
+    return written
 
 
 def _is_shared(
@@ -263,7 +243,7 @@ def _moved(
     if kind is Kind.OPAQUE or op.barrier or op.transfer:
         return ()
     found = [root for v in op.values if v in moved for root in moved[v]]
-    if op.name in _MOVING or (kind is Kind.FUSED and op.name in _RESHAPES):
+    if op.name in _MOVING or (kind is Kind.FUSED and op.name in RESHAPES):
         found += [root for v in op.values for root in roots[v]]
     if sides and (convolved := sides.get(op.outputs[0])):
         found.remove(convolved)
@@ -323,40 +303,6 @@ def _filled_in_place(op: Op) -> dict[Value, Value]:
     return {result: array for result, array in pairs if isinstance(array, Value)}
 
 
-def _added_in_place(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[Op, Value]:
-    """The scatters into zeros whose sum with something else is all that is read, with that sum.
-
-    XLA adds into the other operand instead, in place: the gradient of what ``take_along_axis``
-    picked, 3 GiB of zeros beside a GPT's logits, does not exist. Not behind a barrier.
-    """
-    if not any(op.name in _SCATTERS for op in ops):
-        return {}
-    readers: dict[Value, list[Op]] = {}
-    for op in ops:
-        for value in op.values:
-            readers.setdefault(value, []).append(op)
-    returned = {value for value in outputs if isinstance(value, Value)}
-    zeros: set[Value] = set()
-    added: dict[Op, Value] = {}
-    for op in ops:
-        given = op.inputs[0] if op.inputs else None
-        if op.name in _BROADCASTS and not op.barrier and not isinstance(given, Value):
-            if _is_zero(given):
-                zeros.update(op.outputs)
-        elif op.name in _SCATTERS and isinstance(given, Value) and given in zeros:
-            result = op.outputs[0]
-            reading = readers.get(result, [])
-            if len(reading) == 1 and result not in returned and reading[0].name in _ADDS:
-                added[op] = reading[0].outputs[0]
-    return added
-
-
-def _is_zero(given: Atom | None) -> bool:
-    """Whether a literal is zero; that of an integer's gradient, a float0, is like nothing else."""
-    value = getattr(given, "val", None)
-    return getattr(value, "dtype", None) != jax.dtypes.float0 and value == 0
-
-
 def _renamed(
     op: Op, roots: dict[Value, tuple[Value, ...]], same: Value | None
 ) -> tuple[Value, ...]:
@@ -378,65 +324,3 @@ def _merged(op: Op, roots: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
     if len(op.values) == 1:
         return roots[op.values[0]]
     return tuple(dict.fromkeys([root for value in op.values for root in roots[value]]))
-
-
-def _demand(
-    ops: Sequence[Op],
-    kinds: Sequence[Kind],
-    outputs: Sequence[Atom],
-    added: dict[Op, Value],
-    same: Mapping[Op, Value],
-    widening: Collection[Op],
-) -> tuple[set[Value], dict[Value, int]]:
-    """Values that something unfusable reads, and how many operations read each value."""
-    demanded = {value for value in outputs if isinstance(value, Value)} | set(added.values())
-    readers: dict[Value, int] = {}
-    constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
-    for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
-        if kind is Kind.ALIAS and not (op.barrier or op.transfer):
-            value, result = same.get(op, op.inputs[0]), op.outputs[0]
-            if isinstance(value, Value):
-                if result in demanded:
-                    demanded.add(value)
-                readers[value] = readers.get(value, 0) + readers.get(result, 0)
-            continue
-        through = op in widening and op.outputs[0] not in demanded
-        for value in op.values:
-            times = readers.get(op.outputs[0], 0) if through else 1
-            readers[value] = readers.get(value, 0) + times
-        if op in added:
-            demanded.update(op.values[1:])
-            continue
-        if kind is Kind.OPAQUE or op.barrier or op.transfer:
-            demanded.update(_written_out(op, constants))
-    return demanded, readers
-
-
-def repeated_numbers(ops: Sequence[Op]) -> set[Value]:
-    """Values that are one number, known when the program is compiled, once or many times over.
-
-    XLA computes the number itself and writes the repetition wherever it is read.
-    """
-    found: set[Value] = set()
-    for op in ops:
-        if op.barrier or op.transfer or not all(v in found for v in op.values):
-            continue
-        scalar = kind_of(op) in (Kind.ALIAS, Kind.FUSED) and not op.name.startswith("random_")
-        for value in op.outputs:
-            if op.name in _BROADCASTS or (scalar and getattr(value.aval, "shape", None) == ()):
-                found.add(value)
-    return found
-
-
-def _written_out(op: Op, constants: set[Value]) -> Iterable[Value]:
-    """The operands that ``op`` reads from memory.
-
-    A number that a loop is given many times over is sunk into its body (XLA's constant sinking):
-    the zeros and -inf of a causal mask, two times 4 GiB in a GPT of 2,048 tokens, do not exist.
-    """
-    if op.loop is None or not constants:
-        return op.values
-    given = op.inputs[: op.loop.num_consts]
-    sunk = {v for v in given if isinstance(v, Value) and v in constants}
-    sunk -= {v for v in op.inputs[op.loop.num_consts :] if isinstance(v, Value)}
-    return [v for v in op.values if v not in sunk]

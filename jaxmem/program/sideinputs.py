@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxmem.program.ir import Atom, Op, Value
+from jaxmem.program.primitives import ADDS, CONVOLUTION, RESHAPES
 
-_ADDS = frozenset(["add", "add_any"])
-_CONVOLUTION = "conv_general_dilated"
-_VIEWS = frozenset(["expand_dims", "reshape", "squeeze"])
 # Of these many bytes are the elements that cuDNN adds to.
 _ITEMSIZES = (2, 4)
 
@@ -32,11 +30,11 @@ def summed_in_convolutions(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[V
     made: dict[Value, tuple[int, Value]] = {}
     found: dict[Value, Value] = {}
     for index, op in enumerate(ops):
-        if op.name == _CONVOLUTION and _is_forward(op, turned):
+        if op.name == CONVOLUTION and _is_forward(op, turned):
             made[op.outputs[0]] = (index, op.outputs[0])
-        elif op.name in _VIEWS and _are_alone(op.inputs[:1], made, readers):
+        elif op.name in RESHAPES and _are_alone(op.inputs[:1], made, readers):
             made[op.outputs[0]] = made[op.values[0]]
-        elif op.name in _ADDS and _are_alone(op.inputs, made, readers):
+        elif op.name in ADDS and _are_alone(op.inputs, made, readers):
             found[op.outputs[0]] = max([made[v] for v in op.values], key=lambda one: one[0])[1]
     return found
 
