@@ -179,15 +179,14 @@ def test_scanned_layers_are_off_the_device():
 
 @pytest.mark.wide
 def test_a_chain_with_a_host_recomputes_less_and_what_it_sends_is_off_the_device():
-    """What is sent on the way forward is on the host by the turn: 18 turns, 11 values moved.
+    """What is sent on the way forward is on the host by the turn, in 18 turns.
 
-    Gaps in XLA's heap left out, which are as large as one of these activations by chance; and in
-    one of the two plans XLA does not write the gradient of a GELU over what it is made of.
+    Gaps in XLA's heap left out, which are as large as two of these activations by chance.
     """
-    shape = Shape(6, d_model=1024, heads=8, vocab=256, batch=32, sequence=512)
+    shape = Shape(6, d_model=2048, heads=16, vocab=256, batch=32, sequence=512)
     step, args = make(Form(scan=False), shape, jnp.bfloat16)
     search = Search(program(step, *args, donate=(0, 1)), rates_of(H200))
-    limit = int(0.262 * search.keep_all.temp_bytes)
+    limit = int(0.25 * search.keep_all.temp_bytes)
     without, found = search.solve(limit), search.solve(limit, 2**36)
     assert without is not None
     assert found is not None
@@ -202,8 +201,7 @@ def test_a_chain_with_a_host_recomputes_less_and_what_it_sends_is_off_the_device
         assert done.memory.host_temp_bytes == pytest.approx(solution.host_bytes, rel=0.05)
         gaps = compiled_report(done.executable).by_category()["fragmentation"]
         more.append(done.memory.temp_bytes - gaps - solution.temp_bytes)
-    assert more[0] <= 0.01 * limit
-    assert more[1] <= 32 * 512 * 4096 * 2
+    assert max(more) <= 0.01 * limit
 
 
 def test_hosted_state_is_off_the_device():
