@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 import jaxmem
+from jaxmem.planner.search import Search
+from jaxmem.program.demand import looked_over
 from jaxmem.program.fusion import fuse
-from jaxmem.program.ir import Op, Value
+from jaxmem.program.ir import Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.program.weighing import Weighing, _Readers
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import Line, lines, program
+from tests.rewrite.test_transfers import compiled
 
 # As fast as XLA takes an H200 to be, and one that computes so slowly that everything is kept.
 H200 = Weighing(66.9e12, 4.8e12)
@@ -151,6 +154,25 @@ def test_what_is_small_is_computed_again():
     found = rates_of(Target("h200")).weighing
     fusion = fuse(made.inputs, made.ops, made.outputs, closely=True, weighing=found)
     assert not any(fusion.is_buffer(op.outputs[0]) for op in made.ops if op.name == "tanh")
+
+
+def test_where_something_is_recomputed_it_is_kept_too():
+    """XLA computes each tanh of a schedule once, whichever pass it is for."""
+    step, arguments = layers(jax.nn.gelu, count=4)
+    search = Search(program(step, *arguments(8192, "bfloat16")), rates_of(Target("h200")))
+    solution = search.solve(search.keep_all.temp_bytes // 2)
+    assert solution is not None
+    written = search.schedule(solution)
+    tanhs = [op for op in written.ops if op.name == "tanh"]
+    assert any(op.recompute for op in tanhs)
+    line = looked_over(written.ops, written.outputs, closely=True, tuples=True, weighing=None)
+    readers = _Readers(written.ops, line.kinds, line.demanded)
+    read_twice = {op.outputs[0] for op in tanhs if len(readers.of(op.outputs[0])) > 1}
+    fusion = search.simulator.fused(written, closely=True)
+    assert read_twice
+    assert {op.outputs[0] for op in tanhs if fusion.is_buffer(op.outputs[0])} == read_twice
+    text = compiled(Target("h200"), search.program, written, Hosting()).hlo_text()
+    assert text.count(" tanh(") == len(tanhs)
 
 
 def test_before_hopper_what_is_kept_of_bfloat16_is_float32():
