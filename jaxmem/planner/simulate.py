@@ -120,10 +120,11 @@ class Simulator:
         ops: Sequence[Op],
         outputs: Sequence[Atom],
         closely: bool = False,
+        weighed: bool = False,
     ) -> Fusion:
         keep, together = self.rates.barriers_keep, self.rates.together
         closely = closely and together
-        weighing = self.rates.weighing if closely else None
+        weighing = self.rates.weighing if closely or weighed else None
         return fuse(
             inputs,
             ops,
@@ -167,7 +168,7 @@ class Simulator:
         repeated: bool = False,
         closely: bool = False,
     ) -> Simulation:
-        fusion = self._fuse(inputs, ops, outputs, closely)
+        fusion = self._fuse(inputs, ops, outputs, closely, weighed=True)
         roots, kinds = fusion.roots, fusion.kinds
         ends = _ends(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}

@@ -1,6 +1,8 @@
 """What of a straight line of operations is a buffer whatever it is made of, and who reads it.
 
-Arguments of kernels of their own, what costs much to compute, and sums that convolutions compute.
+Buffers are arguments of kernels of their own, what costs much to compute, and sums that
+convolutions compute. Beside that, what is known before buffers are: the kind of each operation,
+padding that is undone, scatters in place, what is read in fewer bytes, numbers that repeat.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _SCATTERS = frozenset(["scatter-add", "scatter_add"])
 
 
 @dataclass(frozen=True)
-class Line:
+class Demand:
     """What is known of a straight line of operations before its buffers are.
 
     Attributes:
@@ -34,7 +36,7 @@ class Line:
         readers: how many operations read each value.
         kept: results that are buffers as they cost much to compute.
         sides: sums that convolutions compute, each with what has no buffer then.
-        whole: it is written out as it is compiled, and recomputes nothing.
+        whole: it is looked at closely, and recomputes and moves nothing.
     """
 
     kinds: tuple[Kind, ...]
@@ -48,15 +50,18 @@ class Line:
     whole: bool
 
 
-def looked_over(
+def demand_of(
     ops: Sequence[Op],
     outputs: Sequence[Atom],
     *,
     closely: bool,
     tuples: bool,
     weighing: Weighing | None,
-) -> Line:
-    """What :func:`jaxmem.program.fusion.fuse` goes by; the arguments are its own."""
+) -> Demand:
+    """What :func:`jaxmem.program.fusion.fuse` goes by; the arguments are its own.
+
+    ``kept`` is empty without ``weighing``, ``sides`` but for a whole line with ``tuples``.
+    """
     apart = rearranged(ops) if closely else frozenset[Op]()
     same = undone(ops) if closely else {}
     kinds = tuple([_kind_in(op, apart, same) for op in ops])
@@ -67,7 +72,7 @@ def looked_over(
     kept = weighing.kept(ops, kinds, demanded) if weighing else NOTHING_KEPT
     sides = summed_in_convolutions(ops, outputs) if whole and tuples else {}
     demanded = demanded.union(kept.buffers, sides)
-    return Line(kinds, same, added, widening, demanded, readers, kept, sides, whole)
+    return Demand(kinds, same, added, widening, demanded, readers, kept, sides, whole)
 
 
 def _kind_in(op: Op, apart: Collection[Op], same: Mapping[Op, Value]) -> Kind:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxmem.program.demand import Line, looked_over
+from jaxmem.program.demand import Demand, demand_of
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing, summed_where_made
 from jaxmem.program.primitives import CONVOLUTION, RESHAPES, Kind
@@ -96,21 +96,22 @@ def fuse(
             one, paddings that are undone, axes that are taken apart, numbers that are widened
             where they are read.
         weighing: what is weighed where results cost much to compute; ``None`` for nothing.
+            Bodies of loops, which are not looked at closely, are weighed, too.
     """
-    line = looked_over(ops, outputs, closely=closely, tuples=tuples, weighing=weighing)
+    demand = demand_of(ops, outputs, closely=closely, tuples=tuples, weighing=weighing)
     roots: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     made: list[tuple[Value, ...]] = []
     parts: dict[Value, dict[Value, int]] = {}
     moved: dict[Value, tuple[Value, ...]] = {}
     views: set[Value] = set()
     spared: list[tuple[Value, ...]] = []
-    for op, kind in zip(ops, line.kinds, strict=True):
+    for op, kind in zip(ops, demand.kinds, strict=True):
         written: tuple[Value, ...] = ()
-        away = _moved(op, kind, roots, moved, line.sides)
-        if kind is Kind.FUSED or op in line.added:
-            written = _computed(op, line, roots, parts)
+        away = _moved(op, kind, roots, moved, demand.sides)
+        if kind is Kind.FUSED or op in demand.added:
+            written = _computed(op, demand, roots, parts)
         elif kind is Kind.ALIAS:
-            written = _renamed(op, roots, line.same.get(op))
+            written = _renamed(op, roots, demand.same.get(op))
             if op.name in RESHAPES:
                 views.update(op.outputs)
             if parts:
@@ -125,14 +126,14 @@ def fuse(
         # XLA:GPU's kernels give a tuple for a convolution: the result and a workspace.
         if away or op.barrier or op.transfer or (tuples and op.name == CONVOLUTION):
             moved.update(_handed_on(op, roots, moved, (written, away), views, barriers_keep))
-        moved.update({v: written for v in op.outputs if v in line.sides})
-    reducing = Kind.REDUCE in line.kinds
-    passed = read_in_passing(ops, line.kinds, roots, made, line.sides) if reducing else {}
+        moved.update({v: written for v in op.outputs if v in demand.sides})
+    reducing = Kind.REDUCE in demand.kinds
+    passed = read_in_passing(ops, demand.kinds, roots, made, demand.sides) if reducing else {}
     at = tuple(range(len(ops)))
-    fusion = Fusion(roots, line.kinds, tuple(made), tuple(spared), parts, passed, at)
+    fusion = Fusion(roots, demand.kinds, tuple(made), tuple(spared), parts, passed, at)
     if not closely:
         return fusion
-    return _put_together(fusion, ops, outputs, line.kept.written, line.whole)
+    return _put_together(fusion, ops, outputs, demand.kept.written, demand.whole)
 
 
 def _put_together(
@@ -191,7 +192,7 @@ def _handed_on(
 
 def _computed(
     op: Op,
-    line: Line,
+    demand: Demand,
     roots: dict[Value, tuple[Value, ...]],
     parts: dict[Value, dict[Value, int]],
 ) -> tuple[Value, ...]:
@@ -199,10 +200,10 @@ def _computed(
     written: tuple[Value, ...] = ()
     merged = _merged(op, roots)
     some = _parts(op, roots, parts)
-    readers = {} if op in line.widening else line.readers
+    readers = {} if op in demand.widening else demand.readers
     for result in op.outputs:
-        if result in line.demanded or _is_shared(result, merged, readers, line.kept):
-            buffer = line.kept.buffers.get(result, result)
+        if result in demand.demanded or _is_shared(result, merged, readers, demand.kept):
+            buffer = demand.kept.buffers.get(result, result)
             written = (*written, buffer)
             roots[buffer] = roots[result] = (buffer,)
             continue

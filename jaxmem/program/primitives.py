@@ -31,8 +31,10 @@ _ALIAS = frozenset(
 )
 # Aliases as a rule; those that are not take the axes of their operand apart.
 RESHAPES = frozenset(["expand_dims", "reshape", "squeeze"])
+
 ADDS = frozenset(["add", "add_any"])
 CONVOLUTION = "conv_general_dilated"
+
 # Where what they ask for is not what is there, devices send each other their parts.
 _CONSTRAINTS = frozenset(["sharding_constraint"])
 _REDUCE = frozenset(

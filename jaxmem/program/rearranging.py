@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxmem.program.ir import Op, Value
-
-_RESHAPES = frozenset(["reshape", "squeeze", "expand_dims"])
+from jaxmem.program.primitives import RESHAPES
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def rearranged(ops: Sequence[Op]) -> frozenset[Op]:
     found: set[Op] = set()
     known: dict[Value, tuple[_Axis, ...]] = {}
     for op in ops:
-        if op.name not in _RESHAPES and op.name != "transpose":
+        if op.name not in RESHAPES and op.name != "transpose":
             continue
         (given,), (result,) = op.inputs, op.outputs
         if not isinstance(given, Value):

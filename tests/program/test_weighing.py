@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 import jaxmem
 from jaxmem.planner.search import Search
-from jaxmem.program.demand import looked_over
+from jaxmem.program.demand import demand_of
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
@@ -165,7 +165,7 @@ def test_where_something_is_recomputed_it_is_kept_too():
     written = search.schedule(solution)
     tanhs = [op for op in written.ops if op.name == "tanh"]
     assert any(op.recompute for op in tanhs)
-    line = looked_over(written.ops, written.outputs, closely=True, tuples=True, weighing=None)
+    line = demand_of(written.ops, written.outputs, closely=True, tuples=True, weighing=None)
     readers = _Readers(written.ops, line.kinds, line.demanded)
     read_twice = {op.outputs[0] for op in tanhs if len(readers.of(op.outputs[0])) > 1}
     fusion = search.simulator.fused(written, closely=True)
