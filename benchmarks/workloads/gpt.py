@@ -26,6 +26,7 @@ def workload(
     sizes: GPTSizes,
     remat_policy: Callable[..., Any] | None = None,
     attention: str = "cudnn",
+    scan: bool = False,
 ) -> JaxWorkload:
     """The train step; nothing is allocated until ``state`` and ``batch`` are called.
 
@@ -33,6 +34,7 @@ def workload(
         sizes: one of ``SIZES``.
         remat_policy: a policy of ``jax.checkpoint_policies`` for each block; ``None`` saves all.
         attention: ``implementation=`` of ``jax.nn.dot_product_attention``.
+        scan: whether the blocks are one loop.
     """
     config = GPTConfig(
         vocab_size=sizes.vocab_size,
@@ -43,6 +45,7 @@ def workload(
         dtype=jnp.dtype(sizes.dtype),
         attention=attention,
         remat_policy=remat_policy,
+        scan_layers=scan,
     )
 
     def model() -> GPT:
