@@ -22,6 +22,7 @@ from jaxmem.errors import ArgumentError
 from jaxmem.planner.ahead import one_ahead
 from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.facts import Facts
+from jaxmem.planner.inorder import in_order
 from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
@@ -300,7 +301,10 @@ class Scheduler:
         counts = wanted.segments.get(inner.block.path)
         if counts:
             return split_in_segments(halves, counts)
-        return one_ahead(*split_pair(halves), self.simulator)
+        forward, backward = split_pair(halves)
+        if self.simulator is not None:
+            backward = in_order(backward, self.simulator)
+        return one_ahead(forward, backward, self.simulator)
 
 
 def _with_updates(
