@@ -24,12 +24,14 @@ _TAG = "jaxmem.inorder"
 def in_order(scan: Op, simulator: Simulator) -> Op:
     """``scan`` with barriers in its body, where putting off what is handed out takes more bytes.
 
-    One that copies to or from host memory stays as it is: what waits there is told by copies.
+    One that copies to or from host memory stays as it is, and one over several devices: copies and
+    exchanges of gradients run beside other work, which would wait for them behind a barrier.
     """
     loop = scan.loop
     assert loop is not None
     body = loop.body
-    if has_transfers(body):
+    split = any(v.layout is not None for op in body.ops for v in (*op.values, *op.outputs))
+    if split or has_transfers(body):
         return scan
     fusion = simulator.fused(body)
     ties = _ties(body, fusion, simulator.iteration(loop).timeline)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import jaxmem.planner.schedule
-from jaxmem.planner.inorder import _put_off
+from jaxmem.planner.inorder import _put_off, in_order
 from jaxmem.planner.search import Search
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Hosting, Loop, Op
+from jaxmem.program.layout import Layout
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target
@@ -101,6 +102,21 @@ def test_where_there_is_room_nothing_is_tied():
         program(narrow, weights, jax.ShapeDtypeStruct((4096, 256), jnp.float32)), rates_of(H200)
     )
     assert barriers(backward_of(search.schedule(search.smallest()))) == []
+
+
+def test_over_several_devices_nothing_is_tied(monkeypatch):
+    """What gradients exchange there would be waited for."""
+    plain: list[Op] = []
+    search = Search(program(wide_last, *arguments(256, 4096)), rates_of(H200))
+    monkeypatch.setattr(
+        jaxmem.planner.schedule, "in_order", lambda scan, _: plain.append(scan) or scan
+    )
+    search.schedule(search.smallest())
+    scan = next(one for one in plain if in_order(one, search.simulator) is not one)
+    assert scan.loop is not None
+    made = next(v for op in scan.loop.body.ops for v in op.outputs if v.aval.ndim == 2)
+    made.layout = Layout(((("data", 2),), ()))
+    assert in_order(scan, search.simulator) is scan
 
 
 def test_results_are_the_same():
