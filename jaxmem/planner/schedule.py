@@ -103,11 +103,13 @@ class Scheduler:
         host: written out for XLA:CPU, which orders operations differently from XLA:GPU.
         simulator: tells how long operations take, to place transfers; without one a copy to the
             host ends where its value is made and one back starts where it is needed.
+        alone: nothing is split over several devices: their exchanges run beside other work.
     """
 
     nest: Nest
     host: bool = False
     simulator: Simulator | None = None
+    alone: bool = True
     _facts: dict[str, Facts] = field(default_factory=dict)
     _repeatable: dict[Op, bool] = field(default_factory=dict)
     _early: dict[Hosting, bool] = field(default_factory=dict)
@@ -302,7 +304,7 @@ class Scheduler:
         if counts:
             return split_in_segments(halves, counts)
         forward, backward = split_pair(halves)
-        if self.simulator is not None:
+        if self.simulator is not None and self.alone and not self.host:
             backward = in_order(backward, self.simulator)
         return one_ahead(forward, backward, self.simulator)
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jaxmem.planner.schedule
-from jaxmem.planner.inorder import _put_off, in_order
+from jaxmem.planner.inorder import TAG
+from jaxmem.planner.schedule import Scheduler
 from jaxmem.planner.search import Search
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Hosting, Loop, Op
-from jaxmem.program.layout import Layout
+from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target
@@ -35,6 +36,25 @@ def wide_last(weights, x):
         return jnp.square(jax.lax.scan(layer, x, weights)[0]).mean()
 
     return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+def two_halves(weights, x):
+    """Layers of two alike halves, of two products each."""
+
+    def layer(y, ws):
+        for w in ws:
+            y = y + jnp.tanh(jnp.tanh(y @ w) @ w.T)
+        return y, None
+
+    def loss(weights):
+        return jnp.square(jax.lax.scan(layer, x, weights)[0]).mean()
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+def halves(width: int):
+    weights = [jax.ShapeDtypeStruct((4, 256, size), jnp.float32) for size in (width, 1024)]
+    return weights, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
 
 
 def narrow(weights, x):
@@ -63,37 +83,80 @@ def backward_of(written: Block) -> Loop:
 
 
 def barriers(loop: Loop) -> list[Op]:
-    return [op for op in loop.body.ops if op.recompute == "jaxmem.inorder"]
+    return [op for op in loop.body.ops if op.recompute == TAG]
 
 
-def as_late_as_allowed(loop: Loop, simulator: Simulator) -> Block:
-    """The body with every kernel that no other needs just before its barrier, or at the end."""
+def handed_out(body: Block) -> set[Op]:
+    """By definition: kernels from which no way leads to another, and what is computed of them."""
+
+    def leads_to(op: Op) -> set[Op]:
+        found: set[Op] = set()
+        for one in body.ops:
+            if not set(op.outputs).isdisjoint(one.values) and one.recompute != TAG:
+                found |= {one} | (leads_to(one) if kind_of(one) is not Kind.OPAQUE else set())
+        return found
+
+    kernels = [op for op in body.ops if kind_of(op) is Kind.OPAQUE]
+    off = [op for op in kernels if all(kind_of(one) is not Kind.OPAQUE for one in leads_to(op))]
+    return {*off, *(one for op in off for one in leads_to(op))}
+
+
+def as_late_as_allowed(loop: Loop) -> Block:
+    """The body with all that is handed out just before what waits for it, or at the end.
+
+    A barrier waits for those of its operands of which somebody reads the result.
+    """
     body = loop.body
-    off = {body.ops[n] for n in _put_off(body, simulator.fused(body))}
+    off = handed_out(body)
+    read = {v for op in body.ops for v in op.values} | set(body.outputs)
     ops: list[Op] = []
     waiting: list[Op] = []
+
+    def flush(wanted: set) -> None:
+        chosen: list[Op] = []
+        for one in reversed(waiting):
+            if not wanted.isdisjoint(one.outputs):
+                chosen.insert(0, one)
+                wanted |= set(one.values)
+        ops.extend(chosen)
+        waiting[:] = [one for one in waiting if one not in chosen]
+
     for op in body.ops:
-        if op in off:
+        if op in off and op.recompute != TAG:
             waiting.append(op)
             continue
-        now = [one for one in waiting if not set(one.outputs).isdisjoint(op.values)]
-        ops += [*now, op]
-        waiting = [one for one in waiting if one not in now]
+        pairs = zip(op.inputs, op.outputs, strict=True) if op.barrier else ()
+        flush({v for v, result in pairs if result in read} or set(op.values))
+        ops.append(op)
     return Block(body.path, body.inputs, (*ops, *waiting), body.outputs)
 
 
-@pytest.mark.parametrize("problem", ["transformer", "wide_last"])
-def test_however_late_gradients_are_made_they_take_no_more(problem: str):
-    if problem == "transformer":
-        search = transformer()
-    else:
-        search = Search(program(wide_last, *arguments(256, 4096)), rates_of(H200))
-    loop = backward_of(search.schedule(search.smallest()))
-    simulator = Simulator(search.simulator.rates)
+def untied(monkeypatch) -> None:
+    monkeypatch.setattr(jaxmem.planner.schedule, "in_order", lambda scan, _: scan)
+
+
+@pytest.mark.parametrize("problem", ["transformer", "wide_last", 768, 1024, 1280, 1536, 2048])
+def test_however_late_gradients_are_made_they_take_no_more(problem, monkeypatch):
+    def loop_of() -> tuple[Loop, Simulator]:
+        if problem == "transformer":
+            search = transformer()
+        elif problem == "wide_last":
+            search = Search(program(wide_last, *arguments(256, 4096)), rates_of(H200))
+        else:
+            search = Search(program(two_halves, *halves(problem)), rates_of(H200))
+        loop = backward_of(search.schedule(search.smallest()))
+        return loop, Simulator(search.simulator.rates)
+
+    loop, simulator = loop_of()
     assert barriers(loop)
-    most = simulator.iteration(loop).temp_bytes
-    late = as_late_as_allowed(loop, simulator)
-    assert simulator.body(late, loop.num_carry).temp_bytes <= most
+    read = {v for op in loop.body.ops for v in op.values} | set(loop.body.outputs)
+    assert all(v in read for op in barriers(loop) for v in op.outputs), "or XLA drops the order"
+    late = simulator.body(as_late_as_allowed(loop), loop.num_carry).temp_bytes
+    untied(monkeypatch)
+    plain, simulator = loop_of()
+    most = simulator.iteration(plain).temp_bytes
+    assert late <= most
+    assert simulator.body(as_late_as_allowed(plain), plain.num_carry).temp_bytes > most
 
 
 def test_where_there_is_room_nothing_is_tied():
@@ -104,19 +167,15 @@ def test_where_there_is_room_nothing_is_tied():
     assert barriers(backward_of(search.schedule(search.smallest()))) == []
 
 
-def test_over_several_devices_nothing_is_tied(monkeypatch):
-    """What gradients exchange there would be waited for."""
-    plain: list[Op] = []
+@pytest.mark.parametrize("where", [{"host": True}, {"alone": False}])
+def test_on_a_cpu_and_over_several_devices_nothing_is_tied(where):
+    """One orders by itself, and what gradients exchange over the others would be waited for."""
     search = Search(program(wide_last, *arguments(256, 4096)), rates_of(H200))
-    monkeypatch.setattr(
-        jaxmem.planner.schedule, "in_order", lambda scan, _: plain.append(scan) or scan
-    )
-    search.schedule(search.smallest())
-    scan = next(one for one in plain if in_order(one, search.simulator) is not one)
-    assert scan.loop is not None
-    made = next(v for op in scan.loop.body.ops for v in op.outputs if v.aval.ndim == 2)
-    made.layout = Layout(((("data", 2),), ()))
-    assert in_order(scan, search.simulator) is scan
+    smallest = search.smallest()
+    scheduler = Scheduler(search.nest, simulator=search.simulator)
+    assert barriers(backward_of(scheduler.schedule(smallest.keep)))
+    scheduler = Scheduler(search.nest, simulator=search.simulator, **where)
+    assert barriers(backward_of(scheduler.schedule(smallest.keep))) == []
 
 
 def test_results_are_the_same():
@@ -137,7 +196,7 @@ def test_a_scan_compiles_to_what_is_simulated_with_the_same_kernels(share: float
     taken, kernels = [], []
     for tied in (True, False):
         if not tied:
-            monkeypatch.setattr(jaxmem.planner.schedule, "in_order", lambda scan, _: scan)
+            untied(monkeypatch)
         search = transformer()
         solution = search.solve(int(share * search.keep_all.temp_bytes))
         assert solution is not None
