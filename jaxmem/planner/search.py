@@ -96,7 +96,7 @@ class Search:
         self.deadline = deadline or Deadline(math.inf)
         self.nest: Nest = nest(program.block)
         self.simulator = Simulator(rates)
-        self.scheduler = Scheduler(self.nest, host, self.simulator, not program.sharded)
+        self.scheduler = Scheduler(self.nest, host, self.simulator, alone=not program.sharded)
         self.keep_all = self.simulator.step(program.block)
         self.choices: tuple[TurnChoices, ...] = choices(self.nest, self.simulator)
         self.groups: dict[str, Members] = {}
