@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from jaxmem.errors import ArgumentError
 from jaxmem.fitted import FittedStep, fitted
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.report import MemoryReport
@@ -46,12 +48,14 @@ def plan(
 
     Raises:
         BudgetInfeasibleError: no plan fits; it names the smallest budget that works.
+        ArgumentError: one of ``**kwargs`` is a setting that only :func:`fit` has.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
     >>> jaxmem.plan(jax.grad(lambda x: (x**2).sum()), x, budget="1MiB").predicted_bytes <= 2**20
     True
     """
+    _refuse_settings_of_fit(fun, kwargs, "plan")
     step = fitted(
         fun,
         budget=budget,
@@ -89,6 +93,7 @@ def analyze(
     >>> report.argument_bytes, report.by_argument()
     (32768, {'x': 32768})
     """
+    _refuse_settings_of_fit(fun, kwargs, "analyze")
     if isinstance(fun, FittedStep | BoundStep):
         refuse_settings(
             fun,
@@ -103,3 +108,20 @@ def analyze(
         program = caller.trace(caller.take(args, kwargs)).program
     compiler = Compiler(program, where, pinned=False)
     return report_on(compiler.program, where, compiler.block(None), compiler.keep_all())
+
+
+def _refuse_settings_of_fit(fun: Callable[..., Any], kwargs: Collection[str], asked: str) -> None:
+    """What is meant for :func:`fit` must not be taken for an argument of the step."""
+    settings = inspect.signature(FittedStep).parameters.keys() - {"fun"}
+    wrong = sorted(settings.intersection(kwargs))
+    if not wrong:
+        return
+    takes = inspect.signature(fun).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD or p.name in wrong for p in takes):
+        return
+    name = getattr(fun, "__name__", "the step")
+    told = {"plan": "plan", "analyze": "report"}[asked]
+    raise ArgumentError(
+        f"{wrong[0]}= is a setting of jaxmem.fit and not of jaxmem.{asked}, and {name} has no "
+        f"argument of that name. Use jaxmem.fit({name}, {wrong[0]}=...).{told}(...)."
+    )

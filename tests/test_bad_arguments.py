@@ -205,3 +205,17 @@ def test_full_verification_of_a_step_with_effects_is_refused():
     message = r"it has effects .* would then happen twice"
     with pytest.raises(jaxmem.VerificationError, match=message):
         jaxmem.fit(prints, budget="1MiB", verify="full")(X)
+
+
+@pytest.mark.parametrize(("told", "instead"), [("plan", "plan"), ("analyze", "report")])
+def test_a_setting_that_only_fit_has_is_no_argument_of_the_step(told: str, instead: str):
+    with pytest.raises(jaxmem.ArgumentError) as caught:
+        getattr(jaxmem, told)(double, X, host="*")
+    message = str(caught.value)
+    assert f"host= is a setting of jaxmem.fit and not of jaxmem.{told}" in message
+    assert f"jaxmem.fit(double, host=...).{instead}(...)" in message
+
+
+def test_an_argument_of_the_step_may_have_the_name_of_a_setting():
+    assert jaxmem.plan(lambda x, host: x * host, X, host=X).budget_bytes > 0
+    assert jaxmem.plan(lambda x, **more: x * more["host"], X, host=X).budget_bytes > 0
