@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmem.program.demand import repeated_numbers
 from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
+from jaxmem.program.sinking import repeated_numbers
 
 # What is never fused into whatever reads it.
 BUFFERS = frozenset([Kind.OPAQUE, Kind.REDUCE])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.loops import Pair
 from jaxmem.program.making import in_pieces
+from jaxmem.program.sinking import numbers_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +21,8 @@ class Halves:
         early: operations of a forward iteration; ``late`` those of a backward iteration.
         first_outputs: what a forward iteration hands on, then what it stacks for others.
         second_outputs: what a backward iteration hands on, then what it stacks.
-        crossing: what the late part reads of the early part or of what that is given.
+        crossing: what the late part reads of the early part or of what that is given. Repeated
+            numbers are no part of it: each part makes its own.
         given: where among the operands of the forward scan each input of its body stands.
     """
 
@@ -48,6 +50,9 @@ class Halves:
         second_outputs = joint.outputs[num_first:]
         read = dict.fromkeys(v for op in late for v in op.values)
         read.update(dict.fromkeys(v for v in second_outputs if isinstance(v, Value)))
+        again = numbers_read(early, read)
+        late = (*again, *late)
+        born -= {v for op in again for v in op.outputs}
         crossing = tuple(v for v in read if v in born or v in given)
         return cls(
             block,

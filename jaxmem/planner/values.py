@@ -12,11 +12,11 @@ from jaxmem.planner.facts import kept_name
 from jaxmem.planner.schedule import Turn
 from jaxmem.policies.facts import Facts, facts_of_op
 from jaxmem.policies.values import inner_jaxprs_of, names_inside
-from jaxmem.program.demand import repeated_numbers
 from jaxmem.program.fusion import Fusion, fuse
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.loops import Nest, is_backward
 from jaxmem.program.primitives import Kind, kind_of, may_repeat
+from jaxmem.program.sinking import repeated_numbers
 from jaxmem.program.source import module_path
 
 

@@ -16,10 +16,10 @@ from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.primitives import ADDS, Kind, kind_of
 from jaxmem.program.rearranging import rearranged
 from jaxmem.program.sideinputs import summed_in_convolutions
+from jaxmem.program.sinking import BROADCASTS, repeated_numbers
 from jaxmem.program.undoing import undone
 from jaxmem.program.weighing import NOTHING_KEPT, Costly, Weighing
 
-_BROADCASTS = frozenset(["broadcast_in_dim", "full"])
 _SCATTERS = frozenset(["scatter-add", "scatter_add"])
 
 
@@ -104,7 +104,7 @@ def _added_in_place(ops: Sequence[Op], outputs: Sequence[Atom]) -> dict[Op, Valu
     added: dict[Op, Value] = {}
     for op in ops:
         given = op.inputs[0] if op.inputs else None
-        if op.name in _BROADCASTS and not op.barrier and not isinstance(given, Value):
+        if op.name in BROADCASTS and not op.barrier and not isinstance(given, Value):
             if _is_zero(given):
                 zeros.update(op.outputs)
         elif op.name in _SCATTERS and isinstance(given, Value) and given in zeros:
@@ -153,27 +153,11 @@ def _demand(
     return demanded, readers
 
 
-def repeated_numbers(ops: Sequence[Op]) -> set[Value]:
-    """Values that are one number, known when the program is compiled, once or many times over.
-
-    XLA computes the number itself and writes the repetition wherever it is read.
-    """
-    found: set[Value] = set()
-    for op in ops:
-        if op.barrier or op.transfer or not all(v in found for v in op.values):
-            continue
-        scalar = kind_of(op) in (Kind.ALIAS, Kind.FUSED) and not op.name.startswith("random_")
-        for value in op.outputs:
-            if op.name in _BROADCASTS or (scalar and getattr(value.aval, "shape", None) == ()):
-                found.add(value)
-    return found
-
-
 def _written_out(op: Op, constants: set[Value]) -> Iterable[Value]:
     """The operands that ``op`` reads from memory.
 
-    A number that a loop is given many times over is sunk into its body (XLA's constant sinking):
-    the zeros and -inf of a causal mask, two times 4 GiB in a GPT of 2,048 tokens, do not exist.
+    A number that a loop is given many times over is computed in its body
+    (:mod:`jaxmem.program.sinking`).
     """
     if op.loop is None or not constants:
         return op.values

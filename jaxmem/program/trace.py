@@ -17,6 +17,7 @@ from jaxmem.program.ir import Atom, Block, Leaf, Loop, Op, Program, Value
 from jaxmem.program.pinning import constraint
 from jaxmem.program.primitives import inner_jaxprs
 from jaxmem.program.rectified import Rectified
+from jaxmem.program.sinking import Sinking
 
 _INLINED = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"]
@@ -109,6 +110,7 @@ class _Reader:
         self.counter = itertools.count()
         self.hoisted: list[tuple[Value, Any]] = []
         self.rectified = Rectified()
+        self.sinking = Sinking()
 
     def new(self, aval: Any) -> Value:
         return Value(aval, f"v{next(self.counter)}")
@@ -146,8 +148,11 @@ class _Reader:
                 results = tuple(self.new(var.aval) for var in eqn.outvars)
                 inputs = self.rectified.inputs(eqn, inputs)
                 self.rectified.add(eqn, inputs, results)
-                loop = self.loop(eqn, path, len(ops)) if eqn.primitive.name == "scan" else None
+                loop = None
+                if eqn.primitive.name == "scan":
+                    loop = self.loop(eqn, inputs, path, len(ops))
                 ops.append(Op(placed, inputs, results, loop))
+                self.sinking.add(ops[-1])
                 outputs = results
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
@@ -174,16 +179,24 @@ class _Reader:
         self.hoisted.append((held, const))
         return held
 
-    def loop(self, eqn: jex.JaxprEqn, path: str, index: int) -> Loop | None:
-        """The body of a scan as a block; ``None`` keeps a scan with captured constants whole."""
+    def loop(self, eqn: jex.JaxprEqn, given: Sequence[Atom], path: str, index: int) -> Loop | None:
+        """The body of a scan as a block; ``None`` keeps a scan with captured constants whole.
+
+        Of the constants that it is ``given`` the body computes those itself that XLA would have it
+        compute. It takes them all the same.
+        """
         closed = eqn.params["jaxpr"]
         if closed.consts:
             return None
         arity = _compat.scan_arity(eqn.params)
         inner_path = f"{path}/{index}" if path else str(index)
         inputs = [self.new(var.aval) for var in closed.jaxpr.invars]
-        ops: list[Op] = []
-        outputs = self.read(closed.jaxpr, (), inputs, ops, None, inner_path)
+        consts = inputs[: arity.num_consts]
+        ops, read = self.sinking.into(
+            given[: arity.num_consts], consts, lambda v: Value(v.aval, f"{v.key}/{inner_path}")
+        )
+        read += inputs[arity.num_consts :]
+        outputs = self.read(closed.jaxpr, (), read, ops, None, inner_path)
         body = Block(inner_path, tuple(inputs), tuple(ops), tuple(outputs))
         return Loop(
             body,

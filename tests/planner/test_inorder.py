@@ -207,6 +207,6 @@ def test_a_scan_compiles_to_what_is_simulated_with_hardly_a_kernel_more(share, m
         done = compiled(H200, search.program, written, Hosting())
         taken.append(done.memory.temp_bytes / solution.temp_bytes)
         kernels.append(done.hlo_text().count(" fusion("))
-    assert 0.95 <= taken[0] <= 1.02
+    assert 0.98 <= taken[0] <= 1.02
     assert taken[1] > taken[0] + 0.03
     assert kernels[0] <= kernels[1] + gradients[0]
