@@ -80,7 +80,7 @@ class Sinking:
                 read = [copied(a) if isinstance(a, Value) else a for a in op.inputs]
                 results = [new(v) for v in op.outputs]
                 copies.update(zip(op.outputs, results, strict=True))
-                made = Op(op.eqn, read, results)
+                made = Op(op.eqn, read, results, origin=op.origin)
                 ops.append(made)
                 self.add(made)
             return copies[value]

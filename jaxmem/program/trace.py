@@ -72,7 +72,7 @@ def program_from_jaxpr(
         shardings=tuple(shardings),
         state=state,
         fingerprint=_fingerprint(closed),
-        equations=sum(1 for _ in _all_ops(block)),
+        equations=sum(op.origin is op for op in _all_ops(block)),
     )
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.program.ir import Block, Program, Value, aval_bytes
+from jaxmem.program.sinking import repeated_numbers
 from jaxmem.program.trace import _fingerprint
 from tests.planner.lines import program
 from tests.problems import PROBLEMS, pure
@@ -49,10 +50,18 @@ def opened(jaxpr) -> Iterator[str]:
 
 def test_every_operation_is_there_once(traced):
     step, args, function = traced
-    found = Counter(op.name for block in blocks(step.block) for op in block.ops)
+    ops = [op for block in blocks(step.block) for op in block.ops]
+    found = Counter(op.name for op in ops if op.origin is op)
     assert found == Counter(opened(jax.make_jaxpr(function)(*args).jaxpr))
     assert step.equations == found.total()
     assert not CALLS & set(found)
+
+
+def test_only_numbers_that_repeat_are_there_more_than_once(traced):
+    step, _, _ = traced
+    again = [op for block in blocks(step.block) for op in block.ops if op.origin is not op]
+    numbers = {v for block in blocks(step.block) for v in repeated_numbers(block.ops)}
+    assert all(v in numbers for op in again for v in op.outputs)
 
 
 def test_values_are_made_before_they_are_read(traced):
