@@ -10,9 +10,10 @@ allocator's peak of that, or of what it compiles to where it does not fit. Then 
 budget (``--auto``: also with ``host=jaxmem.AUTO``), JAX's checkpoint policies on every block, the
 optimizer's state on the host in JAX alone, and PyTorch: eager, every block compiled with
 ``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
-the optimizer on the CPU. Medians of several samples of about a second, in which steps are
-started ahead of the device as a training loop does. A row that fails says why.
-With ``--json`` rows that are in the file already are not run again.
+the optimizer on the CPU. ``gpt --scan`` has its blocks in one loop: no rows of PyTorch, and more of
+jaxmem, where backward iterations make gradients when the compiler likes. Medians of several samples
+of about a second, in which steps are started ahead of the device as a training loop does. A row
+that fails says why. With ``--json`` rows that are in the file already are not run again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ACTIVATION_BUDGETS = (1.0, 0.5, 0.3, 0.1, 0.0)
 KEEP_ALL = "jax: keep-all"
 # Without ``host=`` and, with ``--auto``, where the planner may keep state in host memory.
 JAXMEM = ("jaxmem", "jaxmem host=AUTO")
+UNTIED = "jaxmem untied"
 # Nothing in these nets is a matrix product of any size.
 CONVOLUTIONAL = ("resnet", "unet3d")
 
@@ -53,7 +55,7 @@ class Way:
 
     @property
     def of_jaxmem(self) -> bool:
-        return self.way in JAXMEM
+        return self.way in (*JAXMEM, UNTIED)
 
     @property
     def name(self) -> str:
@@ -63,12 +65,15 @@ class Way:
         return f"{self.framework}: {self.way} {shown}"
 
 
-def ways_of(net: str, only: str | None, auto: bool) -> list[Way]:
+def ways_of(net: str, only: str | None, auto: bool, scan: bool) -> list[Way]:
     stock = ["keep-all", "nothing_saveable", "save names", "offload names", "optimizer offload"]
     if net not in CONVOLUTIONAL:
         stock[2:2] = ["dots_saveable", "dots_with_no_batch_dims_saveable"]
     found = [Way("jax", way) for way in stock]
-    found[1:1] = [Way("jax", way, share) for way in JAXMEM[: 1 + auto] for share in SHARES]
+    fitted = [*JAXMEM[: 1 + auto], *([UNTIED] if scan else [])]
+    found[1:1] = [Way("jax", way, share) for way in fitted for share in SHARES]
+    if scan:
+        return found
     found += [Way("torch", way) for way in ("eager", "checkpoint", "compile + checkpoint")]
     found += [Way("torch", "compile", share) for share in ACTIVATION_BUDGETS]
     found += [Way("torch", way) for way in ("save_on_cpu", "cpu optimizer")]
@@ -84,6 +89,8 @@ def measured(way: Way, options: argparse.Namespace, rows: dict[str, dict]) -> di
         "size": options.size,
         "samples": options.samples,
         "limit": way.share,
+        "attention": options.attention,
+        "scan": options.scan,
     }
     if way.of_jaxmem:
         base = rows[KEEP_ALL].get("peak_bytes") or rows[KEEP_ALL].get("compiled_bytes")
@@ -130,6 +137,7 @@ def one_row(asked: dict) -> dict:
         from benchmarks import ways_torch
 
         asked["share"] = asked.pop("limit")
+        del asked["attention"], asked["scan"]
         return ways_torch.run(**asked)
     from benchmarks import ways_jax
 
@@ -152,7 +160,7 @@ def shown(name: str, row: dict) -> str:
 def verdicts(rows: dict[str, dict]) -> list[str]:
     """For each budget: was it kept, and what else that fits it is how fast."""
     told = []
-    for way, share in itertools.product(JAXMEM, SHARES):
+    for way, share in itertools.product((*JAXMEM, UNTIED), SHARES):
         name = Way("jax", way, share).name
         if (row := rows.get(name)) is None:
             continue
@@ -187,6 +195,8 @@ def main() -> int:
     parser.add_argument("--size", help="one of the net's SIZES; the headline one by default")
     parser.add_argument("--only", choices=["jax", "torch"])
     parser.add_argument("--auto", action="store_true", help="jaxmem with host=AUTO as well")
+    parser.add_argument("--scan", action="store_true", help="a GPT's blocks in one loop; JAX only")
+    parser.add_argument("--attention", choices=["cudnn", "xla"], help="of a GPT; JAX only")
     parser.add_argument("--rows", nargs="*", default=[""], help="rows with one of these in a name")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=420, help="seconds for a row")
@@ -194,13 +204,17 @@ def main() -> int:
     parser.add_argument("--cache", default=str(Path(tempfile.gettempdir()) / "headline-cache"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if told := refused(options):
+        parser.error(told)
     sizes = {"resnet": "full", "unet3d": "full", "bert": "large", "gpt": "1.3b"}
     options.size = options.size or sizes[options.net]
     result: dict = {"net": options.net, "size": options.size, "rows": {}}
+    if options.scan or options.attention:
+        result |= {"scan": options.scan, "attention": options.attention or "cudnn"}
     if options.json and options.json.exists():
         result = json.loads(options.json.read_text())
     result["versions"] = versions()
-    known = ways_of(options.net, options.only, options.auto)
+    known = ways_of(options.net, options.only, options.auto, options.scan)
     wanted = [way for way in known if any(part in way.name for part in options.rows)]
     if not wanted:
         names = ", ".join(way.name for way in known)
@@ -214,6 +228,17 @@ def main() -> int:
             options.json.write_text(json.dumps(result, indent=1))
     print("\n".join(verdicts(result["rows"])), flush=True)
     return 0
+
+
+def refused(options: argparse.Namespace) -> str:
+    """What does not go together."""
+    if (options.scan or options.attention) and options.net != "gpt":
+        return f"--scan and --attention are the GPT's, not {options.net}'s"
+    if options.scan and options.only == "torch":
+        return "--scan has no rows of PyTorch"
+    if options.attention and options.only != "jax" and not options.scan:
+        return "--attention is JAX's: add --only jax"
+    return ""
 
 
 def versions() -> dict[str, str]:

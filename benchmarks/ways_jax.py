@@ -17,6 +17,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import jaxmem
+import jaxmem.planner.schedule
 from benchmarks.timing import timed
 from benchmarks.workloads.base import JaxWorkload
 from jaxmem.runtime.profile import profiled
@@ -43,10 +44,19 @@ STOCK: dict[str, Callable[[JaxWorkload], Any]] = {
 OPTIMIZER_OFFLOAD = "optimizer offload"
 
 # What is given as ``host=``.
-JAXMEM: dict[str, Any] = {"jaxmem": None, "jaxmem host=AUTO": jaxmem.AUTO}
+UNTIED = "jaxmem untied"
+JAXMEM: dict[str, Any] = {"jaxmem": None, "jaxmem host=AUTO": jaxmem.AUTO, UNTIED: None}
 
 
-def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict:
+def run(
+    net: str,
+    size: str,
+    way: str,
+    budget: int | None,
+    samples: int,
+    attention: str | None = None,
+    scan: bool = False,
+) -> dict:
     """Run one way and say what it took.
 
     Args:
@@ -55,15 +65,18 @@ def run(net: str, size: str, way: str, budget: int | None, samples: int) -> dict
         way: a key of :data:`STOCK`, :data:`OPTIMIZER_OFFLOAD` or one of :data:`JAXMEM`.
         budget: bytes, for jaxmem.
         samples: how many samples of steps are timed.
+        attention: how a GPT's is computed; its own default where ``None``.
+        scan: whether a GPT's blocks are one loop.
 
     A step that the device has no room for says so in ``"error"``, beside what it compiled to.
     """
     module = importlib.import_module(f"benchmarks.workloads.{net}")
     # Flash attention is cuDNN's; a dry run elsewhere spells it out.
-    spelled_out = net in ATTENTION and jax.default_backend() != "gpu"
-    workload = functools.partial(
-        module.workload, module.SIZES[size], **({"attention": "xla"} if spelled_out else {})
-    )
+    if net in ATTENTION and jax.default_backend() != "gpu":
+        attention = "xla"
+    form = {"attention": attention} if attention else {}
+    form |= {"scan": True} if scan else {}
+    workload = functools.partial(module.workload, module.SIZES[size], **form)
     work = workload()
     if way in STOCK:
         work = workload(remat_policy=STOCK[way](work))
@@ -107,6 +120,8 @@ def _fitted(
     work: JaxWorkload, budget: int | None, way: str
 ) -> tuple[Any, Callable[..., Any], dict]:
     """The step inside a budget, what places its state, and what its plan says."""
+    if way == UNTIED:
+        jaxmem.planner.schedule.in_order = lambda scan, _: scan
     step = jaxmem.fit(work.step, budget=budget, host=JAXMEM[way], donate_argnums=0, progress=False)
     plan = step.plan(jax.eval_shape(work.state), jax.eval_shape(work.batch))
     told = {
