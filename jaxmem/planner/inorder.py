@@ -34,13 +34,13 @@ def in_order(scan: Op, simulator: Simulator) -> Op:
     assert loop is not None
     if has_transfers(loop.body):
         return scan
-    timeline = simulator.iteration(loop).timeline
-    line = _Line.of(loop.body, simulator.fused(loop.body))
-    ties = list(_ties(line, timeline))
+    iteration = simulator.iteration(loop)
+    line = _Line.of(loop.body, iteration.fusion)
+    ties = list(_ties(line, iteration.timeline))
     if not ties:
         return scan
     tied = replace(loop, body=_tied(line, ties), rewritten=True)
-    if simulator.iteration(tied).temp_bytes > max(timeline):
+    if simulator.iteration(tied).temp_bytes > iteration.temp_bytes:
         return scan
     return Op(scan.eqn, scan.inputs, scan.outputs, tied, scan.recompute, origin=scan.origin)
 

@@ -78,7 +78,7 @@ def _joined(simulation: Simulation, placed: Collection[Value]) -> Iterator[Lifet
 def _workspaces(
     block: Block, simulation: Simulation, known: Mapping[Op, Workspace]
 ) -> Iterator[tuple[int, Workspace]]:
-    for index, (op, made) in enumerate(zip(block.ops, simulation.made, strict=True)):
+    for index, (op, made) in enumerate(zip(block.ops, simulation.fusion.made, strict=True)):
         if made and (workspace := known.get(op.origin)):
             yield index, workspace
 

@@ -63,7 +63,7 @@ def temporary_bytes(simulator: Simulator, block: Block, donated: Sequence[Value]
         donated: inputs of it whose memory results may take.
     """
     simulation = simulator.step(block)
-    found = placed_values(simulator.fused(block, closely=True), block, simulation, donated)
+    found = placed_values(block, simulation, donated)
     return most_at_once(simulation, found)
 
 
@@ -77,20 +77,19 @@ def most_at_once(simulation: Simulation, placed: Mapping[Value, Span]) -> int:
 
 
 def placed_values(
-    fusion: Fusion, block: Block, simulation: Simulation, donated: Sequence[Value]
+    block: Block, simulation: Simulation, donated: Sequence[Value]
 ) -> dict[Value, Span]:
     """The temporaries that go to results' places, and from where to where they are there.
 
     Args:
-        fusion: of ``block``, looked at closely.
         block: a program.
         simulation: of it.
         donated: inputs of it whose memory results may take.
     """
-    places = [p for p in _places(block, fusion, simulation, donated) if p.is_ever_free(block)]
+    places = [p for p in _places(block, simulation, donated) if p.is_ever_free(block)]
     if not places:
         return {}
-    found = _temporaries(block, fusion, simulation)
+    found = _temporaries(block, simulation)
     return {found[n][0]: found[n][1] for n in placed([span for _, span in found], places)}
 
 
@@ -106,9 +105,9 @@ def placed(spans: Sequence[Span], places: Sequence[Place]) -> list[int]:
     return found
 
 
-def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[tuple[Value, Span]]:
+def _temporaries(block: Block, simulation: Simulation) -> list[tuple[Value, Span]]:
     """Those worth a place, until a result is written over them."""
-    ends = dict(simulation.ends)
+    fusion, ends = simulation.fusion, dict(simulation.ends)
     dying: dict[int, list[Value]] = {}
     for value, end in ends.items():
         if value not in simulation.results:
@@ -127,15 +126,13 @@ def _temporaries(block: Block, fusion: Fusion, simulation: Simulation) -> list[t
     ]
 
 
-def _places(
-    block: Block, fusion: Fusion, simulation: Simulation, donated: Sequence[Value]
-) -> list[Place]:
+def _places(block: Block, simulation: Simulation, donated: Sequence[Value]) -> list[Place]:
     """The places of a program's results, with the donated inputs that some of them become."""
-    end = len(block.ops)
+    fusion, end = simulation.fusion, len(block.ops)
     read = last_read(block, fusion, donated)
     becomes = _becomes(block, fusion, donated)
     found = []
-    for start, made in enumerate(simulation.made):
+    for start, made in enumerate(fusion.made):
         for value in made:
             if value in simulation.results:
                 place = Place(value.nbytes, Span(start, end, value.nbytes))

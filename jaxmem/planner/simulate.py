@@ -53,8 +53,7 @@ class Simulation:
         peak_index: the operation at which that happens.
         timeline: temporary bytes live while each operation runs.
         seconds: predicted time: of what is computed, and of what waits for a transfer.
-        made: the buffers that each operation makes.
-        at: the operation in whose place they are written.
+        fusion: what is a buffer, and which operation makes it where.
         ends: the last operation at which each of them is live; what is written over in place is
             not counted at the operation that does so.
         results: those that are results of the step.
@@ -66,8 +65,7 @@ class Simulation:
     peak_index: int
     timeline: tuple[int, ...]
     seconds: float
-    made: tuple[tuple[Value, ...], ...]
-    at: tuple[int, ...]
+    fusion: Fusion
     ends: dict[Value, int]
     results: set[Value]
     host_bytes: int = 0
@@ -78,14 +76,14 @@ class Simulation:
         """Every temporary buffer."""
         return tuple(
             Lifetime(value, start, self.ends[value])
-            for start, made in zip(self.at, self.made, strict=True)
+            for start, made in zip(self.fusion.at, self.fusion.made, strict=True)
             for value in made
             if value not in self.results
         )
 
     def makers(self, ops: Sequence[Op]) -> dict[Value, Op]:
         """The operation of ``ops``, which were simulated, that makes each buffer."""
-        return {v: op for op, made in zip(ops, self.made, strict=True) for v in made}
+        return {v: op for op, made in zip(ops, self.fusion.made, strict=True) for v in made}
 
 
 @dataclass
@@ -104,15 +102,12 @@ class Simulator:
     _inner: dict[Op, int] = field(default_factory=dict)
     _seconds: dict[Op, float] = field(default_factory=dict)
 
-    def fused(
-        self, block: Block, ops: Sequence[Op] | None = None, *, closely: bool = False
-    ) -> Fusion:
-        """What is a buffer of a block's own operations, or of ``ops`` that stand for them.
+    def fused(self, block: Block, ops: Sequence[Op]) -> Fusion:
+        """What is a buffer of ``ops`` that stand for a block's own, before they are written out.
 
-        :meth:`step` looks closely; so does what goes by its positions.
+        What a simulation went by is in it.
         """
-        ops = block.ops if ops is None else ops
-        return self._fuse(block.inputs, ops, block.outputs, closely)
+        return self._fuse(block.inputs, ops, block.outputs)
 
     def _fuse(
         self,
@@ -122,17 +117,15 @@ class Simulator:
         closely: bool = False,
         weighed: bool = False,
     ) -> Fusion:
-        keep, together = self.rates.barriers_keep, self.rates.together
-        closely = closely and together
-        weighing = self.rates.weighing if closely or weighed else None
+        rates = self.rates
         return fuse(
             inputs,
             ops,
             outputs,
-            barriers_keep=keep,
-            tuples=together,
-            closely=closely,
-            weighing=weighing,
+            barriers_keep=rates.barriers_keep,
+            tuples=rates.together,
+            closely=closely and rates.together,
+            weighing=rates.weighing if weighed else None,
         )
 
     def step(self, block: Block) -> Simulation:
@@ -211,8 +204,7 @@ class Simulator:
             at,
             tuple(timeline),
             seconds,
-            fusion.made,
-            fusion.at,
+            fusion,
             ends,
             kept_out,
             host_bytes,

@@ -79,8 +79,7 @@ class LaidOut:
             return most_bytes
         simulation = simulator.step(block)
         donated = [block.inputs[n] for n in self._program.donated]
-        fusion = simulator.fused(block, closely=True)
-        placed = placed_values(fusion, block, simulation, donated)
+        placed = placed_values(block, simulation, donated)
         most = most_at_once(simulation, placed)
         if any(map(simulator.working_bytes, block.ops)):
             return most

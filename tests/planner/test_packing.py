@@ -105,7 +105,7 @@ def test_workspaces_count_while_their_operation_runs(line: Line, data):
     for at, op in enumerate(block.ops):
         extra = simulated.timeline[at] - plain.timeline[at]
         workspace = known.get(op, Workspace())
-        if not plain.made[at]:
+        if not plain.fusion.made[at]:
             continue
         assert 0 <= extra <= workspace.total_bytes
         if not workspace.parts_bytes:

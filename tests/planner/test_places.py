@@ -104,7 +104,7 @@ def test_a_donated_input_is_where_the_result_is_that_jax_gives_its_memory():
     """In order of arguments and results: not of what is made first."""
     block = program(updated, *[SQUARE] * 3).block
     given = list(block.inputs[:2])
-    becomes = places._becomes(block, Simulator(RATES).fused(block, closely=True), given)
+    becomes = places._becomes(block, Simulator(RATES).step(block).fusion, given)
     assert becomes == dict(zip(block.outputs, given, strict=True))
     compiled = compile_for("h100", as_function(block), [SQUARE] * 3, donate=(0, 1))
     aliases = compiled.hlo_text().split("input_output_alias={")[1].split("entry_computation")[0]
@@ -114,11 +114,11 @@ def test_a_donated_input_is_where_the_result_is_that_jax_gives_its_memory():
 
 def test_what_is_in_host_memory_has_no_place_to_give():
     block = program(updated, *[SQUARE] * 3).block
-    fusion, simulation = Simulator(RATES).fused(block, closely=True), Simulator(RATES).step(block)
+    simulation = Simulator(RATES).step(block)
     given = list(block.inputs[:2])
-    before = places._places(block, fusion, simulation, given)
+    before = places._places(block, simulation, given)
     given[0].host = True
-    after = places._places(block, fusion, simulation, given)
+    after = places._places(block, simulation, given)
     taken = [[len(place.taken) for place in found] for found in (before, after)]
     assert sorted(taken[0]) == [2, 2]
     assert sorted(taken[1]) == [1, 2], "one result has a place of its own"

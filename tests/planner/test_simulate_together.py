@@ -38,7 +38,7 @@ def read(block: Block, roots: dict[Value, tuple[Value, ...]], index: int) -> set
 def test_lifetimes_add_up_to_the_timeline(traced: Program, simulator: Simulator):
     block = traced.block
     simulation: Simulation = simulator.step(block)
-    kinds = simulator.fused(block, closely=True).kinds
+    kinds = simulation.fusion.kinds
     spans = simulation.lifetimes
     change = [0] * (len(block.ops) + 1)
     for span in spans:
@@ -57,7 +57,8 @@ def test_kernels_run_when_all_that_they_read_is_there_and_it_stays_until_then(
     traced: Program, simulator: Simulator
 ):
     block = traced.block
-    fusion, simulation = simulator.fused(block, closely=True), simulator.step(block)
+    simulation = simulator.step(block)
+    fusion = simulation.fusion
     maker = {v: index for index, made in enumerate(fusion.made) for v in made}
     ends = {span.value: span.end for span in simulation.lifetimes}
     for index, made in enumerate(fusion.made):
@@ -75,7 +76,8 @@ def test_kernels_run_when_all_that_they_read_is_there_and_it_stays_until_then(
 def test_nothing_is_written_over_what_is_spared(traced: Program, simulator: Simulator):
     """What an operation may not write over is alive while it runs, or was never made here."""
     block = traced.block
-    fusion, simulation = simulator.fused(block, closely=True), simulator.step(block)
+    simulation = simulator.step(block)
+    fusion = simulation.fusion
     ends = {span.value: span.end for span in simulation.lifetimes}
     for index, (made, spared) in enumerate(zip(fusion.made, fusion.spared, strict=True)):
         if made and fusion.at[index] == index:

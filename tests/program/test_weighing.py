@@ -168,7 +168,7 @@ def test_where_something_is_recomputed_it_is_kept_too():
     line = demand_of(written.ops, written.outputs, closely=True, tuples=True, weighing=None)
     readers = _Readers(written.ops, line.kinds, line.demanded)
     read_twice = {op.outputs[0] for op in tanhs if len(readers.of(op.outputs[0])) > 1}
-    fusion = search.simulator.fused(written, closely=True)
+    fusion = search.simulator.step(written).fusion
     assert read_twice
     assert {op.outputs[0] for op in tanhs if fusion.is_buffer(op.outputs[0])} == read_twice
     text = compiled(Target("h200"), search.program, written, Hosting()).hlo_text()
