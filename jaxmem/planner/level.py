@@ -158,11 +158,12 @@ class Level:
         needs the logits: 1.5 GiB each.
         """
         waited = self.put_off.before_loop(index)
-        reads = [v for v in loop.values if self.made.get(v, -1) >= self.turn]
+        # Its body makes numbers itself.
+        given = [v for v in loop.values if v not in self.facts.numbers]
+        reads = [v for v in given if self.made.get(v, -1) >= self.turn]
         if ordered := self._of_loop_before(index):
             waited += ordered
-            there = self.dropped | self.facts.numbers
-            reads = reads or [v for v in loop.values if v not in there]
+            reads = reads or [v for v in given if v not in self.dropped]
         if not waited or not reads:
             return
         self.put_off.waited_for(waited)

@@ -18,11 +18,11 @@ class Halves:
     Attributes:
         pair: which pair, of which ``block``.
         first: the forward scan as it was; ``second`` the backward scan.
-        early: operations of a forward iteration; ``late`` those of a backward iteration.
+        early: operations of a forward iteration; ``late`` those of a backward iteration. What makes
+            a repeated number may be in both.
         first_outputs: what a forward iteration hands on, then what it stacks for others.
         second_outputs: what a backward iteration hands on, then what it stacks.
-        crossing: what the late part reads of the early part or of what that is given. Repeated
-            numbers are no part of it: each part makes its own.
+        crossing: what the late part reads of the early part or of what that is given.
         given: where among the operands of the forward scan each input of its body stands.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from jaxmem import _compat
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 
@@ -60,8 +61,8 @@ class Sinking:
 
     def into(
         self, given: Sequence[Atom], inputs: Sequence[Value], new: Callable[[Value], Value]
-    ) -> tuple[list[Op], list[Value]]:
-        """What the body of a loop computes itself of its constants.
+    ) -> tuple[list[Op], list[Atom]]:
+        """What the body of a loop computes itself of its constants, whatever they are named.
 
         Args:
             given: what the loop is given as constants.
@@ -72,18 +73,23 @@ class Sinking:
             The operations to begin the body with, and for each constant what its readers read.
         """
         ops: list[Op] = []
-        copies: dict[Value, Value] = {}
+        copies: dict[Value, Atom] = {}
 
-        def copied(value: Value) -> Value:
-            if value not in copies:
-                op = self._made[value]
-                read = [copied(a) if isinstance(a, Value) else a for a in op.inputs]
-                results = [new(v) for v in op.outputs]
-                copies.update(zip(op.outputs, results, strict=True))
-                made = Op(op.eqn, read, results, origin=op.origin)
-                ops.append(made)
-                self.add(made)
-            return copies[value]
+        def copied(atom: Atom) -> Atom:
+            if not isinstance(atom, Value):
+                return atom
+            if atom not in copies:
+                op = self._made[atom]
+                read = [copied(a) for a in op.inputs]
+                if _compat.checkpoint_name_of(op.eqn) is not None:
+                    # What is named is the one outside.
+                    copies[atom] = read[0]
+                else:
+                    results = [new(v) for v in op.outputs]
+                    copies.update(zip(op.outputs, results, strict=True))
+                    ops.append(Op(op.eqn, read, results, origin=op.origin))
+                    self.add(ops[-1])
+            return copies[atom]
 
         found = [
             copied(atom) if isinstance(atom, Value) and atom in self._made else value

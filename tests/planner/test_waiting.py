@@ -209,3 +209,31 @@ def test_loops_of_two_gradients_in_one_step_run_in_their_order():
     # Forward, forward again and backward, of each.
     assert len(loops) == 6
     assert loops[2] in _before(block, loops[3])
+
+
+@pytest.mark.parametrize("form", ["scaled", "masked"])
+def test_a_loop_waits_with_something_that_its_body_reads(form):
+    """What waits and is not read orders nothing; numbers that it is given its body makes itself."""
+
+    def loss(params, x):
+        scale, least = jnp.sqrt(jnp.float32(2)), jnp.full(x.shape, -1e9, jnp.float32)
+
+        def layer(x, w):
+            y = x @ w / scale if form == "scaled" else jnp.where(x > -5, x @ w, least)
+            return x + jnp.tanh(y), None
+
+        return jnp.square(jax.lax.scan(layer, x, params)[0]).mean()
+
+    def step(params, other, x):
+        first = jax.grad(loss)(params, x)
+        return first, jax.grad(loss)(other, x)
+
+    compiler, found = _nothing_kept(step, [_SCANNED[0], *_SCANNED], ())
+    block = compiler.block(found)
+    loops = [op for op in block.ops if op.loop is not None]
+    assert len(loops) == 6
+    (barrier,) = [op for op in block.ops if op.barrier and op.recompute == "jaxmem.before"]
+    body = loops[3].loop.body
+    read = {value for op in body.ops for value in op.values}
+    waiting = zip(loops[3].inputs, body.inputs, strict=True)
+    assert any(given in barrier.outputs and inside in read for given, inside in waiting)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem._compat import checkpoint_name_of
 from jaxmem.planner.search import Search
-from jaxmem.program.ir import Op, Value
+from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.sinking import repeated_numbers
+from jaxmem.program.trace import _all_ops
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets import Target
@@ -134,3 +139,67 @@ def test_what_repeats_no_number_is_given():
     (op,) = loops(made.block.ops)
     consts = op.loop.body.inputs[: op.loop.num_consts]
     assert consts and all(any(v in inner.values for inner in op.loop.body.ops) for v in consts)
+
+
+def test_a_name_stays_with_what_is_named():
+    """A policy that saves it is about the number outside, not about one in each iteration."""
+
+    def step(x, w):
+        scale = checkpoint_name(jnp.sqrt(jnp.float32(2)), "scale")
+
+        def layer(x, w):
+            return jnp.tanh(x @ w / scale), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    made = program(step, *arguments())
+    named = [op.name for op in made.block.ops]
+    (loop,) = loops(made.block.ops)
+    inside = [op.name for op in loop.loop.body.ops]
+    assert "sqrt" in named
+    assert "sqrt" in inside
+    names = {checkpoint_name_of(op.eqn) for op in loop.loop.body.ops}
+    assert names == {None}
+    assert "scale" in {checkpoint_name_of(op.eqn) for op in made.block.ops}
+
+
+def test_loops_in_loops_numbers_that_are_handed_on_and_returned():
+    """One is a constant twice over, a carry, and a result of the inner loop and of the outer."""
+
+    def step(x, w):
+        number = jnp.full(SHAPE, 0.5, jnp.float32)
+
+        def layer(carry, w):
+            def inner(carry, scale):
+                y, handed = carry
+                return (jnp.tanh(y @ w * scale) + number, number), (number, handed.sum())
+
+            carry, rows = jax.lax.scan(inner, carry, jnp.arange(3.0), reverse=True)
+            return carry, (rows, number)
+
+        return jax.lax.scan(layer, (x, number), w)
+
+    made = program(step, *arguments())
+    keys = [v.key for op in _all_ops(made.block) for v in op.outputs]
+    assert len(set(keys)) == len(keys)
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=s.shape), s.dtype) for s in arguments()]
+    found = jax.jit(as_function(made.block))(*args)
+    rewritten = jax.jit(as_function(_all_rewritten(made.block)))(*args)
+    for one, other, again in zip(
+        jax.tree.leaves(jax.jit(step)(*args)), found, rewritten, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, again, rtol=1e-6)
+        assert one.dtype == again.dtype
+
+
+def _all_rewritten(block: Block) -> Block:
+    """``block`` with its loops as the planner writes them out, from their bodies' operations."""
+    ops = []
+    for op in block.ops:
+        loop = op.loop
+        if loop is not None:
+            loop = dataclasses.replace(loop, body=_all_rewritten(loop.body), rewritten=True)
+        ops.append(Op(op.eqn, op.inputs, op.outputs, loop, origin=op.origin))
+    return dataclasses.replace(block, ops=tuple(ops))
