@@ -40,6 +40,7 @@ ACTIVATION_BUDGETS = (1.0, 0.5, 0.3, 0.1, 0.0)
 KEEP_ALL = "jax: keep-all"
 # Without ``host=`` and, with ``--auto``, where the planner may keep state in host memory.
 JAXMEM = ("jaxmem", "jaxmem host=AUTO")
+# With ``--scan``, where backward iterations make gradients of weights when the compiler likes.
 UNTIED = "jaxmem untied"
 # Nothing in these nets is a matrix product of any size.
 CONVOLUTIONAL = ("resnet", "unet3d")
@@ -212,7 +213,9 @@ def main() -> int:
     if options.scan or options.attention:
         result |= {"scan": options.scan, "attention": options.attention or "cudnn"}
     if options.json and options.json.exists():
-        result = json.loads(options.json.read_text())
+        asked, result = result, json.loads(options.json.read_text())
+        if (there := rows_of(result)) != (these := rows_of(asked)):
+            parser.error(f"--json {options.json} has {there}, and not {these}: name another file")
     result["versions"] = versions()
     known = ways_of(options.net, options.only, options.auto, options.scan)
     wanted = [way for way in known if any(part in way.name for part in options.rows)]
@@ -239,6 +242,12 @@ def refused(options: argparse.Namespace) -> str:
     if options.attention and options.only != "jax" and not options.scan:
         return "--attention is JAX's: add --only jax"
     return ""
+
+
+def rows_of(result: dict) -> str:
+    """What the rows of a file are of."""
+    keys = ("net", "size", "scan", "attention")
+    return ", ".join(f"{key} {result[key]}" for key in keys if result.get(key))
 
 
 def versions() -> dict[str, str]:

@@ -43,8 +43,9 @@ STOCK: dict[str, Callable[[JaxWorkload], Any]] = {
 # there and gives it back there.
 OPTIMIZER_OFFLOAD = "optimizer offload"
 
-# What is given as ``host=``.
+# Backward iterations of scans make gradients of weights when the compiler likes.
 UNTIED = "jaxmem untied"
+# What is given as ``host=``.
 JAXMEM: dict[str, Any] = {"jaxmem": None, "jaxmem host=AUTO": jaxmem.AUTO, UNTIED: None}
 
 
