@@ -30,6 +30,9 @@ from jax.extend import core as jex
 
 # Before jax 0.12 XLA:GPU wrote no result over an operand that came from behind a barrier.
 BARRIERS_KEEP_PLACES = jax.__version_info__ < (0, 12)
+# Before jax 0.12 XLA:GPU made the zeros that scans stack into, where several stack arrays of one
+# kind, in one kernel before all else.
+STACKS_MADE_AT_ONCE = jax.__version_info__ < (0, 12)
 
 # --- equations ---------------------------------------------------------------------------------
 

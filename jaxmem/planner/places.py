@@ -135,7 +135,8 @@ def _places(block: Block, simulation: Simulation, donated: Sequence[Value]) -> l
     for start, made in enumerate(fusion.made):
         for value in made:
             if value in simulation.results:
-                place = Place(value.nbytes, Span(start, end, value.nbytes))
+                since = 0 if value in fusion.early else start
+                place = Place(value.nbytes, Span(since, end, value.nbytes))
                 if value in becomes:
                     place.taken.append(Span(-1, read.get(becomes[value], end), value.nbytes))
                 found.append(place)

@@ -28,6 +28,7 @@ from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
 from jaxmem.planner.segments import Segments, refusal
 from jaxmem.planner.simulate import Simulator
+from jaxmem.planner.stacks import inside_apart, stacked_apart
 from jaxmem.planner.transfers import Moved, TransferLevel, moved_of
 from jaxmem.planner.updates import by_result, when_ready
 from jaxmem.planner.windows import Windows
@@ -67,6 +68,7 @@ class _Wanted:
     updates_last: bool = False
     slack_seconds: float = 0.0
     in_flight: InFlight = IN_FLIGHT
+    in_order: bool = True
 
     def at(self, path: str, outermost: str) -> frozenset:
         """What of it is about the block of ``path`` and those inside it; empty if nothing is."""
@@ -81,6 +83,8 @@ class _Wanted:
             decided.append(("in_flight", self.in_flight))
         if decided and self.settle:
             decided.append("settle")
+        if decided and not self.in_order:
+            decided.append("untied")
         return frozenset(decided)
 
     def turns(self, path: str) -> Turns:
@@ -127,6 +131,7 @@ class Scheduler:
         updates_last: bool = False,
         slack_seconds: float = 0.0,
         in_flight: InFlight = IN_FLIGHT,
+        in_order: bool = True,
     ) -> Block:
         """The whole step with the recomputations of ``keep`` and the transfers in it.
 
@@ -144,6 +149,8 @@ class Scheduler:
                 copies around it allow.
             in_flight: outside pairs of scans so many of the largest copies to the host, and back,
                 may be on the way at once.
+            in_order: tie gradients that backward iterations only hand out to what comes next, where
+                putting them off would take more.
 
         Raises:
             ValueError: no such pair, or it cannot run in these segments.
@@ -158,7 +165,15 @@ class Scheduler:
         if refused:
             raise ValueError(refused)
         wanted = _Wanted(
-            keep, offload, hosting, segments, settle, updates_last, slack_seconds, in_flight
+            keep,
+            offload,
+            hosting,
+            segments,
+            settle,
+            updates_last,
+            slack_seconds,
+            in_flight,
+            in_order,
         )
         return self._block(self.nest, wanted)
 
@@ -185,6 +200,12 @@ class Scheduler:
         """Blocks inside loops that run several iterations at once, and how many."""
         return unrolled(self.nest)
 
+    @property
+    def _stacks_at_once(self) -> bool:
+        """Whether the compiler makes what loops stack into before all else."""
+        known = self.simulator is not None and self.simulator.rates.stacks_at_once
+        return known and self.alone and not self.host
+
     def updates_early(self, hosting: Hosting) -> bool:
         """Whether any update of what is in host memory can run before all else is done."""
         if hosting not in self._early:
@@ -210,6 +231,8 @@ class Scheduler:
             block, _ = self._level(nest, ops, wanted, barriers=True)
             if wanted.segments or wanted.offload:
                 block = replace(block, ops=in_pieces(block.ops))
+            if self._stacks_at_once:
+                block = stacked_apart(block)
             if nest is self.nest:
                 return block
             self._memo[memo_key] = block
@@ -304,7 +327,10 @@ class Scheduler:
         if counts:
             return split_in_segments(halves, counts)
         forward, backward = split_pair(halves)
-        if self.simulator is not None and self.alone and not self.host:
+        if self._stacks_at_once:
+            forward, backward = inside_apart(forward), inside_apart(backward)
+        ordered = self.simulator is not None and self.alone and not self.host
+        if self.simulator is not None and ordered and wanted.in_order:
             backward = in_order(backward, self.simulator)
         return one_ahead(forward, backward, self.simulator)
 

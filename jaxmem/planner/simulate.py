@@ -75,7 +75,7 @@ class Simulation:
     def lifetimes(self) -> tuple[Lifetime, ...]:
         """Every temporary buffer."""
         return tuple(
-            Lifetime(value, start, self.ends[value])
+            Lifetime(value, 0 if value in self.fusion.early else start, self.ends[value])
             for start, made in zip(self.fusion.at, self.fusion.made, strict=True)
             for value in made
             if value not in self.results
@@ -123,6 +123,7 @@ class Simulator:
             ops,
             outputs,
             barriers_keep=rates.barriers_keep,
+            stacks_at_once=rates.stacks_at_once,
             tuples=rates.together,
             closely=closely and rates.together,
             weighing=rates.weighing if weighed else None,
@@ -169,7 +170,8 @@ class Simulator:
         for value, end in ends.items():
             if value not in kept_out:
                 dying.setdefault(end, []).append(value)
-        live, seconds, timeline = 0, 0.0, []
+        seconds, timeline = 0.0, []
+        live = _bytes_of(v for v in fusion.early if v not in kept_out)
         replaced: dict[Value, int] = {}
         shared: dict[Value, Value] = {}
         kernels = _kernels(fusion, kept_out)
@@ -375,10 +377,10 @@ def _bytes_of(values: Iterable[Value]) -> int:
 
 
 def _kernels(fusion: Fusion, kept_out: set[Value]) -> dict[int, _Kernel]:
-    """By position what is written there; buffers that are not temporary are left out."""
+    """By position what is written there, of temporaries that are not there from the beginning."""
     kernels: dict[int, _Kernel] = {}
     for index, (made, at) in enumerate(zip(fusion.made, fusion.at, strict=True)):
-        if born := [v for v in made if v not in kept_out]:
+        if born := [v for v in made if v not in kept_out and v not in fusion.early]:
             kernel = kernels.setdefault(at, _Kernel(index))
             kernel.born += born
             if kernel.maker != index and fusion.spared[index]:

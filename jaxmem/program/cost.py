@@ -39,6 +39,8 @@ class Rates:
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
             is as fast as alone.
         barriers_keep: whether the compiler writes nothing over what comes from behind a barrier.
+        stacks_at_once: whether it makes what several loops stack into before all else, where they
+            stack alike, as XLA:GPU does before jax 0.12.
         together: whether it makes one kernel of several results, as XLA:GPU does.
         weighing: how it weighs computing element-wise results again, where that is known.
     """
@@ -52,6 +54,7 @@ class Rates:
     beside_seconds: float = 0.0
     duplex_bytes_per_second: float = 0.0
     barriers_keep: bool = False
+    stacks_at_once: bool = False
     together: bool = False
     weighing: Weighing | None = None
 

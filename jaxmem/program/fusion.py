@@ -14,6 +14,7 @@ from jaxmem.program.demand import Demand, demand_of
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing, summed_where_made
 from jaxmem.program.primitives import CONVOLUTION, RESHAPES, Kind
+from jaxmem.program.stacking import made_first
 from jaxmem.program.together import Kernels
 from jaxmem.program.weighing import Costly, Weighing
 
@@ -46,6 +47,7 @@ class Fusion:
             them in another order than it writes, as they are fetched, or behind a landing.
         passed: for reductions, the buffers that a kernel they are part of reads or makes anyway.
         at: the operation in whose place the kernel of each operation runs, by position.
+        early: buffers that are there from the first operation on, whichever fills them.
     """
 
     roots: dict[Value, tuple[Value, ...]]
@@ -55,6 +57,7 @@ class Fusion:
     parts: dict[Value, dict[Value, int]] = field(default_factory=dict)
     passed: dict[Op, frozenset[Value]] = field(default_factory=dict)
     at: tuple[int, ...] = ()
+    early: Collection[Value] = frozenset()
 
     def is_buffer(self, value: Value) -> bool:
         """Whether ``value`` has bytes of its own."""
@@ -78,6 +81,7 @@ def fuse(
     outputs: Sequence[Atom],
     *,
     barriers_keep: bool = False,
+    stacks_at_once: bool = False,
     tuples: bool = False,
     closely: bool = False,
     weighing: Weighing | None = None,
@@ -90,6 +94,7 @@ def fuse(
         outputs: what it returns.
         barriers_keep: nothing is written over what comes from behind a barrier of the program's, or
             waited for a copy in one.
+        stacks_at_once: what several loops stack that stack alike is made before all else.
         tuples: nothing is written over what convolutions give, as XLA:GPU's are tuples.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
@@ -130,7 +135,8 @@ def fuse(
     reducing = Kind.REDUCE in demand.kinds
     passed = read_in_passing(ops, demand.kinds, roots, made, demand.sides) if reducing else {}
     at = tuple(range(len(ops)))
-    fusion = Fusion(roots, demand.kinds, tuple(made), tuple(spared), parts, passed, at)
+    early = frozenset(made_first(ops) if stacks_at_once else ())
+    fusion = Fusion(roots, demand.kinds, tuple(made), tuple(spared), parts, passed, at, early)
     if not closely:
         return fusion
     return _put_together(fusion, ops, outputs, demand.kept.written, demand.whole)

@@ -126,6 +126,7 @@ class Loop:
             -1. Where it is not 0 the body gives a row to write in the place of a filled array.
         ahead: which of the sliced operands are in host memory; the row of the next iteration is
             fetched while this one runs.
+        apart: what it stacks into is made for it alone.
     """
 
     body: Block
@@ -140,6 +141,7 @@ class Loop:
     rows: int = 0
     step: int = 0
     ahead: tuple[int, ...] = ()
+    apart: bool = False
 
 
 def fetched_in(op: Op) -> int:

@@ -13,6 +13,7 @@ from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 from jaxmem.program.pinning import constraint, has_pins
 from jaxmem.rewrite.fetching import run_fetching
+from jaxmem.rewrite.stacked import scan_apart
 
 _MEMORY = {"send": jax.memory.Space.Host, "fetch": jax.memory.Space.Device}
 _TRANSFERS = {
@@ -159,9 +160,15 @@ def _loop(op: Op) -> Callable[[dict[Value, Any]], None]:
             return results[: loop.num_carry], results[loop.num_carry :]
 
         with jax.named_scope(op.recompute or "jaxmem.loop"):
-            carry, stacked = jax.lax.scan(
-                step, init, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
-            )
+            if loop.apart:
+                stacks = op.outputs[loop.num_carry :]
+                carry, stacked = scan_apart(
+                    step, init, slices, stacks, loop.length, reverse=loop.reverse
+                )
+            else:
+                carry, stacked = jax.lax.scan(
+                    step, init, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+                )
         env.update(zip(op.outputs, [*carry, *stacked], strict=True))
 
     return run

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from jaxmem._compat import BARRIERS_KEEP_PLACES
+from jaxmem._compat import BARRIERS_KEEP_PLACES, STACKS_MADE_AT_ONCE
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
@@ -50,6 +50,7 @@ def rates_of(target: Target) -> Rates:
         beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
         duplex_bytes_per_second=target.duplex_bytes_per_second,
         barriers_keep=target.platform == "gpu" and BARRIERS_KEEP_PLACES,
+        stacks_at_once=target.platform == "gpu" and STACKS_MADE_AT_ONCE,
         together=target.platform == "gpu",
         weighing=_weighing(target),
     )

@@ -1,0 +1,49 @@
+"""What loops stack into, where XLA makes it before they start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.program.ir import Op, Value, kind_of_array
+
+
+def shared_zeros(ops: Sequence[Op]) -> dict[tuple, list[int]]:
+    """The kinds of arrays that several loops of ``ops`` stack, with the positions of these loops.
+
+    A scan stacks into zeros. XLA:GPU finds that those of one shape and dtype are the same, makes
+    them once, and a copy for each loop; before jax 0.12 all copies in one kernel. That reads
+    nothing, and is the first to run.
+    """
+    loops: dict[tuple, list[int]] = {}
+    for index, op in enumerate(ops):
+        for kind in dict.fromkeys(map(kind_of_array, stacks_of(op))):
+            loops.setdefault(kind, []).append(index)
+    return {kind: found for kind, found in loops.items() if len(found) > 1}
+
+
+def made_first(ops: Sequence[Op]) -> Collection[Value]:
+    """The stacks whose zeros are there from the first of ``ops`` on."""
+    shared = shared_zeros(ops)
+    if not shared:
+        return ()
+    return [v for op in ops for v in stacks_of(op) if kind_of_array(v) in shared]
+
+
+def stacks_of(op: Op) -> Sequence[Value]:
+    """What a loop stacks into zeros that may not be its own."""
+    loop = op.loop
+    if loop is None or loop.pieces or loop.apart:
+        return ()
+    return [v for v in op.outputs[loop.num_carry :] if v.nbytes]
+
+
+def may_stack_apart(op: Op) -> bool:
+    """Whether a loop can be given arrays of its own to stack into."""
+    loop = op.loop
+    if loop is None or loop.pieces or loop.ahead or loop.unroll != 1:
+        return False
+    stacks = op.outputs[loop.num_carry :]
+    return not any(v.host or jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in stacks)
