@@ -2,18 +2,20 @@
 
     python benchmarks/headline.py resnet --json benchmarks/results/h200_headline_resnet.json
     python benchmarks/headline.py gpt --size tiny --only jax     # a dry run
+    python benchmarks/headline.py gpt --scan --size 350m --attention xla --shares 0.14 0.1 0.07
 
 Every row is a process of its own on the same device, one after the other, so that the allocator's
 peak is that row's; where XLA took more to choose kernels than the step takes, the row is run again
 with what was compiled. First the step as it is written, in JAX; budgets are shares of the
-allocator's peak of that, or of what it compiles to where it does not fit. Then jaxmem inside each
-budget (``--auto``: also with ``host=jaxmem.AUTO``), JAX's checkpoint policies on every block, the
-optimizer's state on the host in JAX alone, and PyTorch: eager, every block compiled with
-``activation_memory_budget`` swept, every block checkpointed, what autograd saves on the host, and
-the optimizer on the CPU. ``gpt --scan`` has its blocks in one loop: no rows of PyTorch, and more of
-jaxmem, where backward iterations make gradients when the compiler likes. Medians of several samples
-of about a second, in which steps are started ahead of the device as a training loop does. A row
-that fails says why. With ``--json`` rows that are in the file already are not run again.
+allocator's peak of that, or of what it compiles to where it does not fit (``--shares``: others than
+50% and 30%). Then jaxmem inside each budget (``--auto``: also with ``host=jaxmem.AUTO``), JAX's
+checkpoint policies on every block, the optimizer's state on the host in JAX alone, and PyTorch:
+eager, every block compiled with ``activation_memory_budget`` swept, every block checkpointed, what
+autograd saves on the host, and the optimizer on the CPU. ``gpt --scan`` has its blocks in one loop:
+no rows of PyTorch, and more of jaxmem, where backward iterations make gradients when the compiler
+likes. Medians of several samples of about a second, in which steps are started ahead of the device
+as a training loop does. A row that fails says why. With ``--json`` rows that are in the file
+already are not run again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.timing import as_predicted
 
 HERE = Path(__file__).resolve().parent
-SHARES = (0.5, 0.3)
+SHARES = [0.5, 0.3]
 ACTIVATION_BUDGETS = (1.0, 0.5, 0.3, 0.1, 0.0)
 KEEP_ALL = "jax: keep-all"
 # Without ``host=`` and, with ``--auto``, where the planner may keep state in host memory.
@@ -62,17 +64,17 @@ class Way:
     def name(self) -> str:
         if self.share is None:
             return f"{self.framework}: {self.way}"
-        shown = f"{self.share:.0%}" if self.of_jaxmem else f"{self.share:g}"
+        shown = f"{100 * self.share:g}%" if self.of_jaxmem else f"{self.share:g}"
         return f"{self.framework}: {self.way} {shown}"
 
 
-def ways_of(net: str, only: str | None, auto: bool, scan: bool) -> list[Way]:
+def ways_of(net: str, only: str | None, auto: bool, scan: bool, shares: list[float]) -> list[Way]:
     stock = ["keep-all", "nothing_saveable", "save names", "offload names", "optimizer offload"]
     if net not in CONVOLUTIONAL:
         stock[2:2] = ["dots_saveable", "dots_with_no_batch_dims_saveable"]
     found = [Way("jax", way) for way in stock]
     fitted = [*JAXMEM[: 1 + auto], *([UNTIED] if scan else [])]
-    found[1:1] = [Way("jax", way, share) for way in fitted for share in SHARES]
+    found[1:1] = [Way("jax", way, share) for way in fitted for share in shares]
     if scan:
         return found
     found += [Way("torch", way) for way in ("eager", "checkpoint", "compile + checkpoint")]
@@ -158,10 +160,10 @@ def shown(name: str, row: dict) -> str:
     return "  ".join(parts)
 
 
-def verdicts(rows: dict[str, dict]) -> list[str]:
+def verdicts(rows: dict[str, dict], shares: list[float]) -> list[str]:
     """For each budget: was it kept, and what else that fits it is how fast."""
     told = []
-    for way, share in itertools.product((*JAXMEM, UNTIED), SHARES):
+    for way, share in itertools.product((*JAXMEM, UNTIED), shares):
         name = Way("jax", way, share).name
         if (row := rows.get(name)) is None:
             continue
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("--auto", action="store_true", help="jaxmem with host=AUTO as well")
     parser.add_argument("--scan", action="store_true", help="a GPT's blocks in one loop; JAX only")
     parser.add_argument("--attention", choices=["cudnn", "xla"], help="of a GPT; JAX only")
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="for jaxmem")
     parser.add_argument("--rows", nargs="*", default=[""], help="rows with one of these in a name")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=420, help="seconds for a row")
@@ -217,7 +220,7 @@ def main() -> int:
         if (there := rows_of(result)) != (these := rows_of(asked)):
             parser.error(f"--json {options.json} has {there}, and not {these}: name another file")
     result["versions"] = versions()
-    known = ways_of(options.net, options.only, options.auto, options.scan)
+    known = ways_of(options.net, options.only, options.auto, options.scan, options.shares)
     wanted = [way for way in known if any(part in way.name for part in options.rows)]
     if not wanted:
         names = ", ".join(way.name for way in known)
@@ -229,12 +232,14 @@ def main() -> int:
         print(shown(way.name, row), flush=True)
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
-    print("\n".join(verdicts(result["rows"])), flush=True)
+    print("\n".join(verdicts(result["rows"], options.shares)), flush=True)
     return 0
 
 
 def refused(options: argparse.Namespace) -> str:
     """What does not go together."""
+    if not all(0 < share <= 1 for share in options.shares):
+        return f"--shares are of the step as written, above 0 and up to 1, not {options.shares}"
     if (options.scan or options.attention) and options.net != "gpt":
         return f"--scan and --attention are the GPT's, not {options.net}'s"
     if options.scan and options.only == "torch":

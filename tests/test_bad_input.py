@@ -305,9 +305,9 @@ def test_a_plan_made_for_another_program():
     [
         ("not json", "not a jaxmem plan"),
         ("[]", "plan has schema version 'list'"),
-        ('{"schema_version": 0}', "plan has schema version 0, this jaxmem reads 14. Plan again"),
-        ('{"schema_version": 14}', "plan file is damaged: function is missing. Plan again"),
-        ('{"schema_version": 14, "x": 1}', "plan file is damaged: x is not a field of a plan"),
+        ('{"schema_version": 0}', "plan has schema version 0, this jaxmem reads 15. Plan again"),
+        ('{"schema_version": 15}', "plan file is damaged: function is missing. Plan again"),
+        ('{"schema_version": 15, "x": 1}', "plan file is damaged: x is not a field of a plan"),
         ('{"schema_version": true}', "plan has schema version True"),
         ('{"a": 1, "a": 2}', "it says 'a' twice"),
     ],

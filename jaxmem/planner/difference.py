@@ -163,6 +163,7 @@ def _changes(plan: Plan, other: Plan, moved: bool) -> Iterator[Change]:
         ("updates of those", _updates(plan), _updates(other)),
         ("policy", _policy(plan), _policy(other)),
         ("largest copies on their way", _in_flight(plan), _in_flight(other)),
+        ("gradients in loops", _gradients(plan), _gradients(other)),
         ("compiler options", _options(plan), _options(other)),
         ("mesh", _mesh(plan), _mesh(other)),
         ("arguments split otherwise", *_split(plan, other)),
@@ -212,6 +213,10 @@ def _updates(plan: Plan) -> str:
 def _in_flight(plan: Plan) -> str:
     sent, fetched = plan.in_flight
     return f"{sent} there, {fetched} back"
+
+
+def _gradients(plan: Plan) -> str:
+    return "in order" if plan.in_order else "when the compiler likes"
 
 
 def _policy(plan: Plan) -> str:

@@ -37,6 +37,8 @@ class Solution:
             copies around it allow.
         in_flight: so many of the largest copies to the host, and back, may be on the way at once,
             outside pairs of scans.
+        in_order: whether gradients that backward iterations of loops only hand out are tied to what
+            comes next, where putting them off would take more.
         why: why that solver, and how it ended, in words.
         bound_seconds: within the bytes that the search was given no program is faster on paper
             that makes values again at one turn; ``None`` where that is not known.
@@ -54,6 +56,7 @@ class Solution:
     updates_last: bool = False
     slack_seconds: float = 0.0
     in_flight: InFlight = IN_FLIGHT
+    in_order: bool = True
     why: str = ""
     bound_seconds: float | None = None
 
@@ -62,7 +65,8 @@ class Solution:
         """Equal for equal decisions."""
         away = [("offload", turn, names) for turn, names in self.offload.items()]
         hosted = [("hosted", position) for position in self.hosted]
-        how = ["settle"] * self.settle + ["updates last"] * (self.updates_last and bool(hosted))
+        how = ["settle"] * self.settle + ["untied"] * (not self.in_order)
+        how += ["updates last"] * (self.updates_last and bool(hosted))
         slack = [("slack", self.slack_seconds)] * (self.slack_seconds > 0)
         moves = bool(away or hosted) and self.in_flight != IN_FLIGHT
         in_flight = [("in_flight", self.in_flight)] * moves

@@ -45,6 +45,13 @@ def in_order(scan: Op, simulator: Simulator) -> Op:
     return Op(scan.eqn, scan.inputs, scan.outputs, tied, scan.recompute, origin=scan.origin)
 
 
+def is_tied(block: Block) -> bool:
+    """Whether a loop in ``block`` has ties in its iterations."""
+    bodies = [op.loop.body for op in block.ops if op.loop is not None]
+    here = any(op.recompute == TAG for body in bodies for op in body.ops)
+    return here or any(map(is_tied, bodies))
+
+
 @dataclass(frozen=True)
 class _Line:
     """A body, and what of it no other kernel needs.

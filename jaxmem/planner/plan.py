@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxmem.planner.explain import Explanation
     from jaxmem.planner.frontier import Frontier
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Plan(Displayed):
         in_flight: so many of the largest copies to host memory, and back from it, may be on the way
             at once outside pairs of scans; with 0 each copy there ends where its value is made, and
             each copy back starts where it is needed.
+        in_order: whether gradients that backward iterations of loops only hand out are tied to what
+            comes next, where the compiler may put them off and keep what they are made of; false
+            where that was tried without, and took no more memory.
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.
@@ -125,6 +128,7 @@ class Plan(Displayed):
     updates_last: bool = False
     slack_seconds: float = 0.0
     in_flight: InFlight = IN_FLIGHT
+    in_order: bool = True
     larger: Larger | None = None
     holders: tuple[Holder, ...] = ()
     policy: str = ""
@@ -269,6 +273,18 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         yield "microbatches", plan.microbatches, "1 or more"
     if plan.updates_last and not plan.hosted:
         yield "updates_last", True, "false where nothing is hosted"
+    if not plan.in_order and not (plan.kept or plan.segments):
+        yield "in_order", False, "true where the program is unchanged"
+    if plan.larger is not None and plan.larger.more_bytes < 1:
+        yield "larger.more_bytes", plan.larger.more_bytes, "1 or more"
+    for n, d in enumerate(plan.decisions):
+        for name, wanted in _wrong_in(d):
+            yield f"decisions[{n}].{name}", getattr(d, name), wanted
+    yield from _wrong_moves(plan)
+    yield from _wrong_turns_and_loops(plan)
+
+
+def _wrong_moves(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     moves = plan.streamed is None and (plan.hosted or any(k.offloaded for k in plan.kept))
     if plan.slack_seconds and not moves:
         yield "slack_seconds", plan.slack_seconds, "0 where no program moves anything"
@@ -278,12 +294,6 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         yield "in_flight", plan.in_flight, f"{MOST_IN_FLIGHT} at most, each way"
     if plan.slack_seconds == math.inf:
         yield "slack_seconds", plan.slack_seconds, "a finite number"
-    if plan.larger is not None and plan.larger.more_bytes < 1:
-        yield "larger.more_bytes", plan.larger.more_bytes, "1 or more"
-    for n, d in enumerate(plan.decisions):
-        for name, wanted in _wrong_in(d):
-            yield f"decisions[{n}].{name}", getattr(d, name), wanted
-    yield from _wrong_turns_and_loops(plan)
 
 
 def _wrong_turns_and_loops(plan: Plan) -> Iterator[tuple[str, Any, str]]:

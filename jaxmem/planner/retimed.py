@@ -1,4 +1,4 @@
-"""The same decisions with copies to and from the host at other times."""
+"""The same decisions with copies to and from the host, or gradients, at other times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ def retimed(
     *,
     slack_seconds: float | None = None,
     in_flight: InFlight | None = None,
+    in_order: bool | None = None,
 ) -> Solution:
-    """A solution with other slack, or others in flight: see :class:`jaxmem.planner.fill.Solution`.
+    """A solution with other slack, others in flight or gradients tied or not.
+
+    See :class:`jaxmem.planner.fill.Solution`.
 
     What was proved of the solution is not proved of this one.
     """
@@ -24,6 +27,7 @@ def retimed(
         solution,
         slack_seconds=solution.slack_seconds if slack_seconds is None else slack_seconds,
         in_flight=solution.in_flight if in_flight is None else in_flight,
+        in_order=solution.in_order if in_order is None else in_order,
         bound_seconds=None,
     )
     ran = search.simulator.step(search.schedule(asked))

@@ -270,6 +270,7 @@ class Search:
             updates_last=solution.updates_last,
             slack_seconds=solution.slack_seconds,
             in_flight=solution.in_flight,
+            in_order=solution.in_order,
         )
 
     def bases(self) -> list[Solution]:

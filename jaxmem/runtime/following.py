@@ -8,6 +8,7 @@ from dataclasses import replace
 from jaxmem.errors import ArgumentError, PlanMismatchError, VerificationError
 from jaxmem.planner.facts import kept_name
 from jaxmem.planner.fill import Solution
+from jaxmem.planner.inorder import is_tied
 from jaxmem.planner.plan import Plan
 from jaxmem.planner.retimed import retimed
 from jaxmem.planner.schedule import StillKept, Turn
@@ -88,11 +89,21 @@ def decisions_of(compiler: Compiler, plan: Plan) -> Solution | None:
         last, most = plan.updates_last, plan.in_flight
         with compiler.search.hosting(hosted, updates_last=last, in_flight=most):
             found = compiler.search.evaluate(keep, offload, segments=segments, solver=plan.solver)
+        found = found if plan.in_order else _untied(compiler, plan, found)
         return _with_slack(compiler, plan, found) if plan.slack_seconds else found
     except ArgumentError as error:
         raise PlanMismatchError(
             f"the plan for {plan.function} cannot be followed: {error}"
         ) from error
+
+
+def _untied(compiler: Compiler, plan: Plan, found: Solution) -> Solution:
+    if not is_tied(compiler.block(found)):
+        raise PlanMismatchError(
+            f"the plan for {plan.function} has in_order false, and none of its gradients would be "
+            "tied. Plan again."
+        )
+    return retimed(compiler.search, found, in_order=False)
 
 
 def _with_slack(compiler: Compiler, plan: Plan, found: Solution) -> Solution:

@@ -102,6 +102,7 @@ def plan_of(
         settled=solution is not None and solution.settle,
         updates_last=solution is not None and bool(solution.hosted) and solution.updates_last,
         in_flight=IN_FLIGHT if solution is None else solution.in_flight,
+        in_order=solution is None or solution.in_order,
         slack_seconds=0.0 if solution is None else solution.slack_seconds,
         hosted=tuple(
             program.arguments[n].path for n in sorted(solution.hosted if solution else ())

@@ -144,6 +144,7 @@ class _Rounds(Slack):
     def _outcome(self) -> Outcome:
         self.sooner()
         self.overlap()
+        self.untie(both=self.bench is not None)
         self.loosen()
         if self.bench is None:
             return self.outcome_of(self.best())
@@ -177,6 +178,7 @@ class _Rounds(Slack):
         if not self.fitting:
             return self.outcome_of(written)
         self.overlap()
+        self.untie(both=False)
         return self.outcome_of(self.best())
 
     def _beside(self, written: Chosen) -> Outcome:

@@ -22,14 +22,14 @@ from jaxmem.planner.decisions import IN_FLIGHT
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.retimed import retimed
 from jaxmem.runtime.order import order_of
-from jaxmem.runtime.overlaps import Overlaps
+from jaxmem.runtime.untying import Untying
 
 # To the host and back; of those that fit on paper the quickest are compiled.
 _TRIED = (IN_FLIGHT, (4, 2), (4, 1), (4, 0), (2, 2), (1, 1))
 _MOST = 3
 
 
-class Sooner(Overlaps):
+class Sooner(Untying):
     """The compiles of one budget."""
 
     def sooner(self) -> None:

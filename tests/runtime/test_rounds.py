@@ -12,6 +12,7 @@ from jaxmem.program.calling import Caller
 from jaxmem.runtime import rounds, verify
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.tries import MOST_COMPILES
+from jaxmem.runtime.untying import UNTIED
 from jaxmem.targets import Target
 from tests.planner.lines import program
 from tests.problems import PROBLEMS, pure
@@ -143,7 +144,9 @@ def test_where_loops_copy_what_they_keep_a_gpu_runs_less_than_fits():
     assert plan.rounds[0].fits
     assert plan.solver != "keep-all"
     assert plan.predicted_seconds < 0.97 * plan.keep_all_seconds
-    assert len(plan.rounds) == 2
+    assert [r.name for r in plan.rounds] == ["keep-all", "search", UNTIED]
+    assert plan.in_order
+    assert plan.compiled_bytes < 0.95 * plan.rounds[-1].compiled_bytes
     assert any("the step as written fits too" in note for note in plan.notes)
 
 
