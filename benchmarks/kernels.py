@@ -4,14 +4,15 @@
     JAX_PLATFORMS=cpu python benchmarks/kernels.py unet3d --budget 39GiB         # predicted only
     python benchmarks/kernels.py gpt --budget 33.89GiB --policy nothing_saveable # beside stock JAX
     python benchmarks/kernels.py unet3d --budget 23.46GiB --joined # sums not kept apart as well
+    python benchmarks/kernels.py gpt --scan --size 350m --attention xla --budget 43.75GiB
 
 Plans a net of ``headline.py`` inside each budget (as written first), profiles one step and adds up
 its kernels by what they are: convolutions, matrix products, everything else. Beside each sum is
-that of the simulator. ``--policy`` adds the net with a checkpoint policy of JAX on every block,
-``--joined`` each budget without the barriers that keep narrow sums apart from what they sum.
-The longest kernels are listed with the bytes of their operands and results, by which one sees which
-are slower than the device's memory, and what all blocks do alike is added up. Command buffers are
-off, so that each kernel is traced by itself.
+that of the simulator, and what it takes to be longest is listed, too. ``--policy`` adds the net
+with a checkpoint policy of JAX on every block, ``--joined`` each budget without the barriers that
+keep narrow sums apart from what they sum. The longest kernels are listed with the bytes of their
+operands and results, by which one sees which are slower than the device's memory, and what all
+blocks do alike is added up. Command buffers are off, so that each kernel is traced by itself.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ from benchmarks.predicted import measured_target
 from benchmarks.timing import compared
 from benchmarks.workloads.base import JaxWorkload
 from jaxmem.planner.simulate import Simulator
+from jaxmem.program.fusion import Fusion
+from jaxmem.program.ir import Block
 from jaxmem.runtime import compiler
 from jaxmem.runtime.compiler import rates_of
 from jaxmem.targets.target import Target
 
 LISTED, KEPT_MS, ALIKE = 30, 0.1, 120
+LISTS = ("longest", "alike", "predicted_longest")
 _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)(.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
@@ -138,14 +142,34 @@ def profiled(step: Any, work: JaxWorkload, text: str) -> dict[str, Any]:
     }
 
 
-def predicted(outcome: Any, target: Target) -> dict[str, float]:
-    """Milliseconds of the simulator by the same classes."""
-    block, simulator = outcome.block, Simulator(rates_of(target))
+def predicted(outcome: Any, target: Target) -> dict[str, Any]:
+    """Milliseconds of the simulator by the same classes, and the operations that take longest."""
+    simulator = Simulator(rates_of(target))
     sums: dict[str, float] = defaultdict(float)
-    seconds = simulator.seconds_of(block.inputs, block.ops, block.outputs)
-    for op, its in zip(block.ops, seconds, strict=True):
-        sums[class_of(op.name)] += its * 1e3
-    return dict(sums)
+    listed: list[dict[str, Any]] = []
+
+    def add(what: str, shown: str, ms: float) -> None:
+        sums[class_of(what)] += ms
+        if ms >= KEPT_MS:
+            listed.append({"op": what, "makes": shown, "ms": ms})
+
+    def walk(block: Block, fusion: Fusion, times: int) -> None:
+        for op, kind, made in zip(block.ops, fusion.kinds, fusion.made, strict=True):
+            if not made:
+                continue
+            loop, each = op.loop, simulator.seconds(op, kind, fusion) * 1e3 * times
+            if loop is None:
+                shown = ", ".join(f"{v.aval.dtype}{list(v.aval.shape)}" for v in op.outputs)
+                add(op.name, shown, each)
+                continue
+            inside = simulator.iteration(loop)
+            walk(loop.body, inside.fusion, times * loop.length)
+            rows = each - inside.seconds * 1e3 * times * loop.length
+            add("rows of stacks", f"{loop.length} turns", rows)
+
+    walk(outcome.block, simulator.step(outcome.block).fusion, 1)
+    listed.sort(key=lambda row: -row["ms"])
+    return {"predicted_by_class_ms": dict(sums), "predicted_longest": listed[:ALIKE]}
 
 
 def main() -> int:
@@ -155,14 +179,21 @@ def main() -> int:
     parser.add_argument("--budget", nargs="*", default=[])
     parser.add_argument("--policy", nargs="*", default=[], help="of jax.checkpoint_policies")
     parser.add_argument("--joined", action="store_true", help="also without barriers before sums")
+    parser.add_argument("--scan", action="store_true", help="a GPT's blocks in one loop")
+    parser.add_argument("--attention", choices=["cudnn", "xla"], help="of a GPT")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if (options.scan or options.attention) and options.net != "gpt":
+        parser.error(f"--scan and --attention are the GPT's, not {options.net}'s")
     module = importlib.import_module(f"benchmarks.workloads.{options.net}")
     size = options.size or next(iter(module.SIZES))
-    work = module.workload(module.SIZES[size])
+    form: dict[str, Any] = {"scan": True} if options.scan else {}
+    form |= {"attention": options.attention} if options.attention else {}
+    work = module.workload(module.SIZES[size], **form)
     on_gpu = jax.default_backend() == "gpu"
     target = jaxmem.Target.local() if on_gpu else measured_target()
-    result: dict[str, Any] = {"net": options.net, "size": size, "versions": versions(), "rows": []}
+    result: dict[str, Any] = {"net": options.net, "size": size, **form}
+    result |= {"versions": versions(), "rows": []}
     shapes = (jax.eval_shape(work.state), jax.eval_shape(work.batch))
     for budget, joined in itertools.product([None, *options.budget], [False, True]):
         if joined and not options.joined:
@@ -178,7 +209,7 @@ def main() -> int:
             "compiled_bytes": plan.compiled_bytes,
             "solver": plan.solver,
             "predicted_ms": plan.predicted_seconds * 1e3,
-            "predicted_by_class_ms": predicted(outcome, target),
+            **predicted(outcome, target),
         }
         if on_gpu:
             row |= profiled(step, work, outcome.compiled.executable.as_text())
@@ -189,7 +220,7 @@ def main() -> int:
         result["rows"].append(row)
         told(row)
     for policy in options.policy if on_gpu else ():
-        row = {"policy": policy, **with_policy(module, size, policy)}
+        row = {"policy": policy, **with_policy(module, size, policy, form)}
         result["rows"].append(row)
         told(row)
     if options.json:
@@ -202,10 +233,10 @@ def as_it_was() -> Any:
     return mock.patch.object(compiler, "with_sums_apart", lambda program: program)
 
 
-def with_policy(module: Any, size: str, policy: str) -> dict[str, Any]:
+def with_policy(module: Any, size: str, policy: str, form: dict[str, Any]) -> dict[str, Any]:
     """The same net with one of JAX's checkpoint policies on every block."""
     named = getattr(jax.checkpoint_policies, policy)
-    work = module.workload(module.SIZES[size], remat_policy=named)
+    work = module.workload(module.SIZES[size], remat_policy=named, **form)
     step = jax.jit(work.step, donate_argnums=0)
     shapes = (jax.eval_shape(work.state), jax.eval_shape(work.batch))
     row = profiled(step, work, step.lower(*shapes).compile().as_text())
@@ -214,7 +245,9 @@ def with_policy(module: Any, size: str, policy: str) -> dict[str, Any]:
 
 def told(row: dict[str, Any]) -> None:
     """Say a row: its sums, its longest kernels and what takes longest all together."""
-    print(json.dumps({k: v for k, v in row.items() if k not in ("longest", "alike")}), flush=True)
+    print(json.dumps({k: v for k, v in row.items() if k not in LISTS}), flush=True)
+    for its in row.get("predicted_longest", ())[:LISTED]:
+        print(f"{its['ms']:8.2f} ms predicted  {its['op']:24s} {its['makes'][:80]}")
     for its in row.get("longest", ())[:LISTED]:
         where = its["op_name"][-90:]
         rate = its["nbytes"] / max(its["ms"], 1e-9) / 1e6
