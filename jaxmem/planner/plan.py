@@ -80,7 +80,7 @@ class Plan(Displayed):
             each copy back starts where it is needed.
         in_order: whether gradients that backward iterations of loops only hand out are tied to what
             comes next, where the compiler may put them off and keep what they are made of; false
-            where that was tried without, and took no more memory.
+            where that was tried without, and took no more memory (less than 1% more).
         microbatches: how many ``jaxmem.AUTO`` stands for; 1 where the step does not use it.
         larger: what a somewhat larger budget would buy; ``None`` where the step is as written,
             a policy decides, or a time limit ended the search.

@@ -101,6 +101,7 @@ class Simulator:
     _rows: dict[int, tuple[Block, float]] = field(default_factory=dict)
     _inner: dict[Op, int] = field(default_factory=dict)
     _seconds: dict[Op, float] = field(default_factory=dict)
+    _opaque: dict[tuple[Op, int], float] = field(default_factory=dict)
 
     def fused(self, block: Block, ops: Sequence[Op]) -> Fusion:
         """What is a buffer of ``ops`` that stand for a block's own, before they are written out.
@@ -343,9 +344,11 @@ class Simulator:
         if op.loop is not None:
             return op.loop.length * (self.iteration(op.loop).seconds + self._stacking(op.loop))
         if kind is Kind.OPAQUE:
-            known = self._seconds.get(op.origin)
+            fewer = fusion.fewer_bytes(op)
+            known = self._opaque.get((op.origin, fewer))
             if known is None:
-                known = self._seconds[op.origin] = op_seconds(op.origin, self.rates)
+                known = op_seconds(op.origin, self.rates, fewer_bytes=fewer)
+                self._opaque[op.origin, fewer] = known
             return known
         return fusion.moved_bytes(op) / self.rates.bytes_per_second + self._exchanging(op.origin)
 

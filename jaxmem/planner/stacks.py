@@ -3,7 +3,8 @@
 Where several loops stack arrays of one kind, XLA:GPU makes what all of them stack into before
 anything else runs (:mod:`jaxmem.program.stacking`): two gradients of scans in one step, a GAN or
 twins, hold what both of them keep from the beginning. All of these loops but the first are given
-arrays that nobody else is, which are made where the loop starts.
+arrays that nobody else is. XLA:GPU makes those where the loop starts, if not always so in the
+iterations of an outer loop.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Rates:
         return max(linked, nbytes / self.bytes_per_second) + passed.seconds
 
 
-def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
+def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES, fewer_bytes: int = 0) -> float:
     """Seconds of one execution of an operation that runs as a kernel of its own.
 
     A loop counts its body once per iteration (a ``while`` once: nothing says how often); an
@@ -107,6 +107,7 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
         op: the operation.
         rates: of the device.
         axes: sizes of the mesh axes around it, by name.
+        fewer_bytes: of what a product gives so many are not written.
     """
     if op.loop is not None:
         return op.loop.length * block_seconds(op.loop.body, rates, axes)
@@ -117,7 +118,7 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES) -> float:
         if eqn.primitive.name == "conv_general_dilated":
             computing = rates.convolution_seconds(eqn, work, parts.devices)
         else:
-            computing = rates.seconds(work.flops, work.dtype, work.nbytes)
+            computing = rates.seconds(work.flops, work.dtype, work.nbytes - fewer_bytes)
         return computing + exchange_seconds(op, rates)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)

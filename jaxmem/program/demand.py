@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxmem.program.ir import Atom, Op, Value
+from jaxmem.program.narrowing import Narrowed, narrowed_products
 from jaxmem.program.primitives import ADDS, Kind, kind_of
 from jaxmem.program.rearranging import rearranged
 from jaxmem.program.sideinputs import summed_in_convolutions
@@ -37,6 +38,7 @@ class Demand:
         kept: results that are buffers as they cost much to compute.
         sides: sums that convolutions compute, each with what has no buffer then.
         whole: it is looked at closely, and recomputes and moves nothing.
+        narrowed: results of products, each with what is written in its stead.
     """
 
     kinds: tuple[Kind, ...]
@@ -48,6 +50,7 @@ class Demand:
     kept: Costly
     sides: Mapping[Value, Value]
     whole: bool
+    narrowed: Mapping[Value, Value]
 
 
 def demand_of(
@@ -60,23 +63,27 @@ def demand_of(
 ) -> Demand:
     """What :func:`jaxmem.program.fusion.fuse` goes by; the arguments are its own.
 
-    ``kept`` is empty without ``weighing``, ``sides`` but for a whole line with ``tuples``.
+    ``kept`` is empty without ``weighing``, ``sides`` but for a whole line with ``tuples``, and
+    ``narrowed`` without them.
     """
     apart = rearranged(ops) if closely else frozenset[Op]()
     same = undone(ops) if closely else {}
-    kinds = tuple([_kind_in(op, apart, same) for op in ops])
+    narrowed = narrowed_products(ops, outputs) if tuples else Narrowed()
+    renaming = same.keys() | narrowed.rounding
+    kinds = tuple([_kind_in(op, apart, renaming) for op in ops])
     added = _added_in_place(ops, outputs)
     widening = _widening(ops) if closely else frozenset[Op]()
-    demanded, readers = _demand(ops, kinds, outputs, added, same, widening)
+    demanded, readers = _demand(ops, kinds, outputs, added, same, widening, narrowed.rounding)
     whole = closely and not any(op.recompute for op in ops)
     kept = weighing.kept(ops, kinds, demanded) if weighing else NOTHING_KEPT
     sides = summed_in_convolutions(ops, outputs) if whole and tuples else {}
     demanded = demanded.union(kept.buffers, sides)
-    return Demand(kinds, same, added, widening, demanded, readers, kept, sides, whole)
+    written = narrowed.written
+    return Demand(kinds, same, added, widening, demanded, readers, kept, sides, whole, written)
 
 
-def _kind_in(op: Op, apart: Collection[Op], same: Mapping[Op, Value]) -> Kind:
-    if op in same:
+def _kind_in(op: Op, apart: Collection[Op], renaming: Collection[Op]) -> Kind:
+    if op in renaming:
         return Kind.ALIAS
     return Kind.FUSED if op in apart else kind_of(op)
 
@@ -128,12 +135,15 @@ def _demand(
     added: dict[Op, Value],
     same: Mapping[Op, Value],
     widening: Collection[Op],
+    rounding: Collection[Op],
 ) -> tuple[set[Value], dict[Value, int]]:
     """Values that something unfusable reads, and how many operations read each value."""
     demanded = {value for value in outputs if isinstance(value, Value)} | set(added.values())
     readers: dict[Value, int] = {}
     constants = repeated_numbers(ops) if any(op.loop is not None for op in ops) else set()
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
+        if op in rounding:
+            continue
         if kind is Kind.ALIAS and not (op.barrier or op.transfer):
             value, result = same.get(op, op.inputs[0]), op.outputs[0]
             if isinstance(value, Value):

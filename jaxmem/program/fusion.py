@@ -64,6 +64,12 @@ class Fusion:
         roots = self.roots[value]
         return len(roots) == 1 and roots[0] is value
 
+    def fewer_bytes(self, op: Op) -> int:
+        """Bytes of the results of a kernel of its own that are written in fewer."""
+        if op.name != "dot_general":
+            return 0
+        return sum([v.nbytes - sum([r.nbytes for r in self.roots[v]]) for v in op.outputs])
+
     def moved_bytes(self, op: Op) -> int:
         """Bytes that ``op`` reads of the buffers behind its operands, and writes."""
         written = sum([v.nbytes for v in op.outputs])
@@ -95,7 +101,8 @@ def fuse(
         barriers_keep: nothing is written over what comes from behind a barrier of the program's, or
             waited for a copy in one.
         stacks_at_once: what several loops stack that stack alike is made before all else.
-        tuples: nothing is written over what convolutions give, as XLA:GPU's are tuples.
+        tuples: as XLA:GPU has it, nothing is written over what convolutions give, which are tuples,
+            and products that are only rounded are written so.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
             one, paddings that are undone, axes that are taken apart, numbers that are widened
@@ -123,8 +130,9 @@ def fuse(
                 parts.update(_parts_renamed(op, roots, parts))
         else:
             filled = _filled_in_place(op)
-            written = tuple([v for v in op.outputs if v not in filled])
-            roots.update({v: (v,) for v in written})
+            made_here = [v for v in op.outputs if v not in filled]
+            written = tuple([demand.narrowed.get(v, v) for v in made_here])
+            roots.update({v: (root,) for v, root in zip(made_here, written, strict=True)})
             roots.update({result: roots[array] for result, array in filled.items()})
         made.append(written)
         spared.append(away)

@@ -18,7 +18,7 @@ from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 
 # XLA writes out a loop of fewer turns.
-_SHORTEST = 3
+SHORTEST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def goes_by_turns(op: Op) -> bool:
     if loop is None or loop.step or loop.filled or loop.pieces or loop.unroll != 1:
         return False
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in op.outputs)
-    return loop.length >= _SHORTEST and not keys
+    return loop.length >= SHORTEST and not keys
 
 
 def _pairs(block: Block, cut: int | None) -> Iterator[Pair]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.program.ir import Op, Value, kind_of_array
+from jaxmem.program.loops import SHORTEST
+from jaxmem.program.making import is_typed
 
 
 def shared_zeros(ops: Sequence[Op]) -> dict[tuple, list[int]]:
@@ -33,17 +35,25 @@ def made_first(ops: Sequence[Op]) -> Collection[Value]:
 
 
 def stacks_of(op: Op) -> Sequence[Value]:
-    """What a loop stacks into zeros that may not be its own."""
+    """What a loop stacks into zeros that may not be its own; none of what XLA writes out."""
     loop = op.loop
-    if loop is None or loop.pieces or loop.apart:
+    if loop is None or loop.pieces or loop.apart or loop.length // max(loop.unroll, 1) < SHORTEST:
         return ()
     return [v for v in op.outputs[loop.num_carry :] if v.nbytes]
 
 
 def may_stack_apart(op: Op) -> bool:
-    """Whether a loop can be given arrays of its own to stack into."""
+    """Whether a loop can be given arrays of its own to stack into.
+
+    Not keys, which are no plain arrays, nor what is in host memory or has a type that says how it
+    lies on a mesh (axes of the type Explicit).
+    """
     loop = op.loop
     if loop is None or loop.pieces or loop.ahead or loop.unroll != 1:
         return False
-    stacks = op.outputs[loop.num_carry :]
-    return not any(v.host or jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in stacks)
+    return all(_is_plain(v) for v in op.outputs[loop.num_carry :])
+
+
+def _is_plain(value: Value) -> bool:
+    keys = jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
+    return not (keys or value.host or is_typed(value))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxmem._compat import weakly_typed
 from jaxmem.program.ir import Value
 
 _Step = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
@@ -54,4 +55,5 @@ def scan_apart(
     arrays = [lax.empty(v.aval.shape, v.aval.dtype) for v in stacks]
     start = (jax.numpy.int32(0), list(init), arrays)
     _, carry, filled = lax.while_loop(lambda state: state[0] < length, turn, start)
-    return carry, filled
+    weak = [getattr(v.aval, "weak_type", False) for v in stacks]
+    return carry, [weakly_typed(a) if w else a for a, w in zip(filled, weak, strict=True)]

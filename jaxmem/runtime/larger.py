@@ -41,9 +41,9 @@ def larger(
         return None
     if compiler.deadline.over():
         return None
-    # What is searched has no slack.
-    if solution.slack_seconds:
-        solution = retimed(compiler.search, solution, slack_seconds=0.0)
+    # What is searched has no slack, and its gradients are tied.
+    if solution.slack_seconds or not solution.in_order:
+        solution = retimed(compiler.search, solution, slack_seconds=0.0, in_order=True)
     # With less than the smallest value that is recomputed nothing can change.
     each = [d.nbytes // d.count for d in decisions if d.recomputed and d.again_seconds]
     more = min(missing, max(min(GIB, missing // _PART), min(each, default=1), 1))

@@ -144,11 +144,12 @@ class _Rounds(Slack):
     def _outcome(self) -> Outcome:
         self.sooner()
         self.overlap()
-        self.untie(both=self.bench is not None)
         self.loosen()
         if self.bench is None:
+            self.untie(both=False)
             return self.outcome_of(self.best())
         self._try_simple()
+        self.untie(both=True)
         return self._measured(self.bench, self._quickest())
 
     def _quicker_than(self, written: Chosen) -> Outcome:
@@ -188,6 +189,8 @@ class _Rounds(Slack):
         self.searches = min(self.searches, _SEARCHES_BESIDE)
         self._tighten()
         self._try_simple()
+        if self.fitting:
+            self.untie(both=True)
         return self._measured(self.bench, [written, *self._quickest()])
 
     def _quicker_simple(self) -> None:

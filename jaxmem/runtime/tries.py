@@ -65,6 +65,7 @@ class Tries:
         ends: simulated temporaries and what they compile to, of the smallest program as it did and
             of the step as written as it should, where nothing between them was compiled.
         fixed: bytes of arguments and results.
+        said: what the plan is to tell of them.
     """
 
     spent: int = 0
@@ -80,6 +81,7 @@ class Tries:
         self.ratios: list[tuple[float, float]] = []
         self.ends: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.fixed = compiler.program.fixed_bytes
+        self.said: list[str] = []
 
     def left(self) -> int:
         """How many compiles are left, by the lines."""
@@ -166,14 +168,15 @@ class Tries:
 
     def outcome_of(self, chosen: Chosen) -> Outcome:
         """The plan of a program that fits."""
+        plan = plan_of(
+            self.compiler,
+            chosen,
+            self.rounds,
+            budget_bytes=self.budget,
+            fixed_bytes=self.fixed,
+        )
         return Outcome(
-            plan_of(
-                self.compiler,
-                chosen,
-                self.rounds,
-                budget_bytes=self.budget,
-                fixed_bytes=self.fixed,
-            ),
+            replace(plan, notes=(*plan.notes, *self.said)),
             self.compiler.block(chosen.solution),
             chosen.compiled,
             self.compiler.hosting(chosen.solution),
