@@ -16,6 +16,7 @@ from jaxmem.errors import VerificationError
 from jaxmem.program.ir import Block, Op
 from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.program.source import origin_of
+from jaxmem.runtime.alike import named_alike
 from jaxmem.targets.compiling import CompiledMemory
 from jaxmem.units import format_bytes
 
@@ -63,11 +64,14 @@ def undone(block: Block, hlo_text: str) -> tuple[Op, ...]:
         The user's own operations of which no copy is left in one of the recomputations.
     """
     kernels, loops = _kernel_tags(hlo_text), set(_WHILE.findall(hlo_text))
-    missing: list[Op] = []
-    for (tag, in_loop), ops in _recomputed_kernels(block).items():
-        if tag not in kernels and not (in_loop and tag in loops):
-            missing.extend(op.origin for op in ops)
-    return tuple(missing)
+    gone = {
+        tag: ops
+        for (tag, in_loop), ops in _recomputed_kernels(block).items()
+        if tag not in kernels and not (in_loop and tag in loops)
+    }
+    alike = named_alike(block) if gone else {}
+    missing = [ops for tag, ops in gone.items() if kernels.isdisjoint(alike.get(tag, ()))]
+    return tuple(op.origin for ops in missing for op in ops)
 
 
 def _kernel_tags(hlo_text: str) -> set[str]:
