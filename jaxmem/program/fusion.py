@@ -14,7 +14,7 @@ from jaxmem.program.demand import Demand, demand_of
 from jaxmem.program.ir import Atom, Op, Value
 from jaxmem.program.passing import read_in_passing, summed_where_made
 from jaxmem.program.primitives import CONVOLUTION, RESHAPES, Kind
-from jaxmem.program.stacking import made_first
+from jaxmem.program.stacking import made_first, stacked_twice
 from jaxmem.program.together import Kernels
 from jaxmem.program.weighing import Costly, Weighing
 
@@ -102,7 +102,7 @@ def fuse(
             waited for a copy in one.
         stacks_at_once: what several loops stack that stack alike is made before all else.
         tuples: as XLA:GPU has it, nothing is written over what convolutions give, which are tuples,
-            and products that are only rounded are written so.
+            products that are only rounded are written so, and what a loop stacks twice is one.
         closely: the line is written out as it is compiled, so that what XLA makes of several
             operations together is looked at as well: kernels that run in the place of an earlier
             one, paddings that are undone, axes that are taken apart, numbers that are widened
@@ -129,7 +129,7 @@ def fuse(
             if parts:
                 parts.update(_parts_renamed(op, roots, parts))
         else:
-            filled = _filled_in_place(op)
+            filled = _filled_in_place(op) | (stacked_twice(op) if tuples else {})
             made_here = [v for v in op.outputs if v not in filled]
             written = tuple([demand.narrowed.get(v, v) for v in made_here])
             roots.update({v: (root,) for v, root in zip(made_here, written, strict=True)})

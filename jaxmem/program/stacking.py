@@ -39,7 +39,25 @@ def stacks_of(op: Op) -> Sequence[Value]:
     loop = op.loop
     if loop is None or loop.pieces or loop.apart or loop.length // max(loop.unroll, 1) < SHORTEST:
         return ()
-    return [v for v in op.outputs[loop.num_carry :] if v.nbytes]
+    twice = stacked_twice(op)
+    return [v for v in op.outputs[loop.num_carry :] if v.nbytes and v not in twice]
+
+
+def stacked_twice(op: Op) -> dict[Value, Value]:
+    """The stacks of a loop with the same rows as one before them, which they are for XLA:GPU.
+
+    An RNN that returns what it carries stacks it, and as a residual once more (jax before 0.11).
+    """
+    loop = op.loop
+    if loop is None or loop.pieces:
+        return {}
+    first: dict[Value, Value] = {}
+    found: dict[Value, Value] = {}
+    stacks = zip(loop.body.outputs[loop.num_carry :], op.outputs[loop.num_carry :], strict=True)
+    for row, stack in stacks:
+        if isinstance(row, Value) and first.setdefault(row, stack) is not stack:
+            found[stack] = first[row]
+    return found
 
 
 def may_stack_apart(op: Op) -> bool:
