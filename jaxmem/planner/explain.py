@@ -280,7 +280,10 @@ def _in_host_memory(plan: Plan) -> Iterator[str]:
             f"once, and {fetched} back: what is on its way takes room"
         )
     if not plan.in_order:
-        yield "in backward iterations the compiler makes gradients when it likes: that took no more"
+        yield (
+            "in backward iterations the compiler makes gradients when it likes: "
+            "that takes less than 1% more"
+        )
     if plan.slack_seconds:
         given = format_seconds(plan.slack_seconds)
         yield f"copies are given up to {given} each: the compiler starts those with less too late"

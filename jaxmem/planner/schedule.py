@@ -201,8 +201,8 @@ class Scheduler:
         return unrolled(self.nest)
 
     @property
-    def _stacks_at_once(self) -> bool:
-        """Whether the compiler makes what loops stack into before all else."""
+    def _stacks_apart(self) -> bool:
+        """Whether loops are to be kept from stacking into what is made before all else."""
         known = self.simulator is not None and self.simulator.rates.stacks_at_once
         return known and self.alone and not self.host
 
@@ -231,7 +231,7 @@ class Scheduler:
             block, _ = self._level(nest, ops, wanted, barriers=True)
             if wanted.segments or wanted.offload:
                 block = replace(block, ops=in_pieces(block.ops))
-            if self._stacks_at_once:
+            if self._stacks_apart:
                 block = stacked_apart(block)
             if nest is self.nest:
                 return block
@@ -327,7 +327,7 @@ class Scheduler:
         if counts:
             return split_in_segments(halves, counts)
         forward, backward = split_pair(halves)
-        if self._stacks_at_once:
+        if self._stacks_apart:
             forward, backward = inside_apart(forward), inside_apart(backward)
         ordered = self.simulator is not None and self.alone and not self.host
         if self.simulator is not None and ordered and wanted.in_order:

@@ -46,10 +46,10 @@ def _form(body: Block, names: list[str]) -> tuple:
         reads, makes = tuple(map(of, op.inputs)), tuple(map(of, op.outputs))
         names.append(op.recompute)
         if op.loop is not None:
-            loop = op.loop
-            inside = loop.length, loop.reverse, loop.unroll, _form(loop.body, names)
+            how = vars(op.loop) | {"body": _form(op.loop.body, names)}
+            inside = tuple((key, how[key]) for key in sorted(how.keys() - {"pieces"}))
         else:
-            # Parameters with programs in them are printed with these.
+            # As text, in which programs that are parameters are written out.
             inside = str(sorted(op.eqn.params.items(), key=lambda item: item[0]))
         form.append((op.name, op.barrier, op.transfer, bool(op.recompute), reads, makes, inside))
     form.append(tuple(map(of, body.outputs)))

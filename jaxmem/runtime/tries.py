@@ -19,7 +19,7 @@ from jaxmem.units import format_bytes
 
 MOST_COMPILES = 15
 # Programs as quick as each other that differ by less than this share take the same memory.
-_SAME_BYTES = 0.01
+SAME_BYTES = 0.01
 # What is less on paper is taken for as much where it is compared with what was compiled.
 _LEAST_BYTES = 2**20
 
@@ -163,7 +163,7 @@ class Tries:
         """The quickest program that fits; of equal ones the last, which is predicted best."""
         best = min(self.fitting, key=lambda chosen: chosen.cost)
         seconds, nbytes = best.cost
-        alike = nbytes * (1 + _SAME_BYTES)
+        alike = nbytes * (1 + SAME_BYTES)
         return [c for c in self.fitting if c.cost[0] == seconds and c.cost[1] <= alike][-1]
 
     def outcome_of(self, chosen: Chosen) -> Outcome:

@@ -18,11 +18,10 @@ from jaxmem.runtime.compiler import Attempt
 from jaxmem.runtime.exposed import exposed
 from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
+from jaxmem.runtime.tries import SAME_BYTES
 
 # Name of the round.
 UNTIED = "gradients not tied"
-# What differs by less than this share takes the same memory.
-_SAME_BYTES = 0.01
 
 
 class Untying(Overlaps):
@@ -45,7 +44,7 @@ class Untying(Overlaps):
             return
         predicted, total = chosen.predicted_bytes, attempt.compiled.memory.total_bytes
         self.note(UNTIED, predicted, predicted, attempt.compiled, attempt.problem)
-        most = chosen.compiled.memory.total_bytes * (1 + _SAME_BYTES)
+        most = chosen.compiled.memory.total_bytes * (1 + SAME_BYTES)
         if total > min(most, self.budget) or attempt.problem:
             return
         waits = exposed(compiler.search.simulator, compiler.block(free), attempt.compiled)

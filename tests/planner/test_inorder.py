@@ -72,9 +72,15 @@ def arguments(width: int, rows: int, layers: int = 4):
     return weights, jax.ShapeDtypeStruct((rows, width), jnp.float32)
 
 
-def transformer():
+def transformer_step():
+    """A step and shapes of what it takes: arrays would be held where a test module keeps them."""
     shape = Shape(6, d_model=1024, heads=8, vocab=256, batch=32, sequence=512)
     step, args = make(Form(scan=True), shape, jnp.bfloat16)
+    return step, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+
+
+def transformer():
+    step, args = transformer_step()
     return Search(program(step, *args, donate=(0, 1)), rates_of(H200))
 
 

@@ -334,6 +334,9 @@ def _kernels(body: str) -> list[str]:
     return sorted(re.findall(r" (fusion|custom-call|copy)\(", body))
 
 
-def test_only_where_xla_makes_zeros_at_once_loops_are_changed():
-    assert rates_of(H200).stacks_at_once == STACKS_MADE_AT_ONCE
+def test_as_written_zeros_are_counted_as_this_xla_makes_them():
+    """Not skipped on any jax: counted the other way, twins are off by nearly half."""
+    search = search_of(twins, 12, 512, 4096, rates=rates_of(H200))
+    memory = compiled(H200, search.program, search.program.block, Hosting()).memory
+    assert 0.98 < search.keep_all.temp_bytes / memory.temp_bytes < 1.02
     assert not rates_of(Target("cpu")).stacks_at_once
