@@ -329,8 +329,8 @@ class Scheduler:
         forward, backward = split_pair(halves)
         if self._stacks_apart:
             forward, backward = inside_apart(forward), inside_apart(backward)
-        ordered = self.simulator is not None and self.alone and not self.host
-        if self.simulator is not None and ordered and wanted.in_order:
+        alone = self.alone and not self.host
+        if self.simulator is not None and alone and wanted.in_order:
             backward = in_order(backward, self.simulator)
         return one_ahead(forward, backward, self.simulator)
 
