@@ -7,12 +7,13 @@
     python benchmarks/kernels.py gpt --scan --size 350m --attention xla --budget 43.75GiB
 
 Plans a net of ``headline.py`` inside each budget (as written first), profiles one step and adds up
-its kernels by what they are: convolutions, matrix products, everything else. Beside each sum is
-that of the simulator, and what it takes to be longest is listed, too. ``--policy`` adds the net
-with a checkpoint policy of JAX on every block, ``--joined`` each budget without the barriers that
-keep narrow sums apart from what they sum. The longest kernels are listed with the bytes of their
-operands and results, by which one sees which are slower than the device's memory, and what all
-blocks do alike is added up. Command buffers are off, so that each kernel is traced by itself.
+its kernels by what they are: convolutions, matrix products, flash attention, everything else.
+Beside each sum is that of the simulator, and what it takes to be longest is listed, too.
+``--policy`` adds the net with a checkpoint policy of JAX on every block, ``--joined`` each budget
+without the barriers that keep narrow sums apart from what they sum. The longest kernels are listed
+with the bytes of their operands and results, by which one sees which are slower than the device's
+memory, and what all blocks do alike is added up. Command buffers are off, so that each kernel is
+traced by itself.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from jaxmem.planner.simulate import Simulator
 from jaxmem.program.fusion import Fusion
 from jaxmem.program.ir import Block
 from jaxmem.runtime import compiler
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets.target import Target
 
 LISTED, KEPT_MS, ALIKE = 30, 0.1, 120
@@ -59,11 +60,17 @@ _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 
 
-def class_of(name: str) -> str:
-    """What a kernel is by the traced operation at its root."""
+def class_of(name: str, its: str = "") -> str:
+    """What a kernel is by the traced operation at its root, or by what the compiler calls it.
+
+    The gradient of a weight has the name of the transposition behind it.
+    """
     if "conv_general_dilated" in name:
         return "convolutions"
-    return "products" if "dot_general" in name else "others"
+    if "dot_product_attention" in name:
+        return "attention"
+    called = its.startswith(("gemm_fusion", "custom-call"))
+    return "products" if called or "dot_general" in name else "others"
 
 
 def array_bytes(text: str) -> int:
@@ -128,7 +135,7 @@ def profiled(step: Any, work: JaxWorkload, text: str) -> dict[str, Any]:
     kernels: dict[str, dict[str, Any]] = {}
     for op, kernel, ms in events:
         its = known.get(op, {"kind": "", "op_name": "", "type": "", "nbytes": 0})
-        sums[class_of(its["op_name"])] += ms
+        sums[class_of(its["op_name"], op)] += ms
         row = kernels.setdefault(op or kernel, {"ms": 0.0, "kernel": kernel[:80], **its})
         row["ms"] += ms
         group = alike[" ".join(_BITS.sub("#", its[key]) for key in ("kind", "op_name")) or kernel]
