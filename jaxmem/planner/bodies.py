@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from jaxmem.planner.candidates import TurnChoices
 from jaxmem.planner.fill import Solution
@@ -16,6 +18,8 @@ from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.solvers import milp
 from jaxmem.planner.solvers.answer import Clock
 from jaxmem.program.loops import Nest
+
+T = TypeVar("T")
 
 # Ways to keep the body of a loop that are looked at, from everything to nothing.
 _MOST_WAYS = 10
@@ -66,24 +70,33 @@ class BodySolver:
             yield best
 
     def in_segments(self) -> list[Solution]:
-        """Nested recomputation of scans: each in segments, its body kept in every way known."""
+        """Nested recomputation of scans: each in segments, its body kept in every way known.
+
+        Then all that are not inside each other together: of two nets that take a step in turn, one
+        in segments leaves as many bytes as the other needs.
+        """
         paths = splittable(self.nest)
+        turns = [
+            choice.turn
+            for choice in self.choices
+            if choice.turn[0] in paths and self.ruled.may_segment(choice.turn[0])
+        ]
+        outermost = [t for t in turns if not any(_is_inside(t[0], u[0]) for u in turns)]
+        together = [[turn] for turn in turns] + ([outermost] if len(outermost) > 1 else [])
         base = {c.turn: valley_keep(c, 1, loops=True, tail=False) for c in self.choices}
         found = []
-        for choice in self.choices:
-            path = choice.turn[0]
-            if path not in paths or not self.ruled.may_segment(path):
-                continue
-            for counts in segment_choices(paths[path]):
-                for kept in (frozenset[str](), *self._ways_to_keep(choice.turn)):
-                    if self.clock.over():
-                        return found
-                    solved = self.evaluate(
-                        {**base, choice.turn: kept},
-                        segments={path: counts},
-                        solver="loops in segments",
-                    )
-                    found.append(replace(solved, why=_WHY_SEGMENTS))
+        for some in together:
+            counts = [segment_choices(paths[path]) for path, _ in some]
+            ways = [(frozenset[str](), *self._ways_to_keep(turn)) for turn in some]
+            for cut, kept in itertools.product(_alike(counts), _alike(ways)):
+                if self.clock.over():
+                    return found
+                solved = self.evaluate(
+                    {**base, **dict(zip(some, kept, strict=True))},
+                    segments={turn[0]: n for turn, n in zip(some, cut, strict=True)},
+                    solver="loops in segments",
+                )
+                found.append(replace(solved, why=_WHY_SEGMENTS))
         return found
 
     def _ways_to_keep(self, turn: Turn) -> list[frozenset[str]]:
@@ -100,3 +113,13 @@ class BodySolver:
                 ways = list(dict.fromkeys(line.kept(numbers) for numbers in found))
             self._ways[turn] = ways
         return self._ways[turn]
+
+
+def _alike(each: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
+    """The first of each, the second of each and so on; what has no more gives its last again."""
+    for at in range(max(map(len, each))):
+        yield tuple(some[min(at, len(some) - 1)] for some in each)
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path.startswith(f"{other}/")
