@@ -29,7 +29,8 @@ from jaxmem.planner.search import Search, Solution
 from jaxmem.program.calling import Caller
 from jaxmem.program.ir import Program
 from jaxmem.runtime import rounds
-from jaxmem.runtime.compiler import Compiler, rates_of
+from jaxmem.runtime.compiler import Compiler
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from jaxmem.units import format_bytes
 from tests.problems import PROBLEMS, pure

@@ -22,10 +22,11 @@ from jaxmem.program.pinning import has_pins
 from jaxmem.runtime import agreed, choosing, following, microbatches, rounds, streamed
 from jaxmem.runtime.asked import Asked, asked_by, asked_by_plan, check_patterns, on_device
 from jaxmem.runtime.bench import Bench
-from jaxmem.runtime.compiler import Compiler, rates_of
+from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.host import asked_host_budget, check_host_budget
 from jaxmem.runtime.options import check_options
 from jaxmem.runtime.progress import Report, progress
+from jaxmem.runtime.rates import rates_of
 from jaxmem.runtime.splitting import split
 from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import most_bytes, usable_bytes

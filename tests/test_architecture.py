@@ -24,6 +24,7 @@ LEVELS = {
     "files": 0,
     "_before_jax": 2,
     "units": 1,
+    "attending": 1,
     "_compat": 1,
     "processes": 2,
     "targets": 3,

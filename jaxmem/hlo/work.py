@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxmem.attending import Attended, attended
 from jaxmem.hlo.module import Computation, Instruction, Module, Shape
 from jaxmem.hlo.wire import WireError, fields, number, numbers
 
@@ -27,6 +28,7 @@ _IN_PLACE = frozenset(["dynamic-update-slice", "scatter"])
 _AGAIN = frozenset(["bitcast", "copy", "convert"])
 # cuBLAS's calls of one product.
 PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
+_ATTENTION = "__cudnn$fmha"
 # cuDNN's calls, and where the image of a convolution's result and its kernel are in them: -1 is
 # what they return.
 CONVOLUTIONS = {
@@ -36,8 +38,6 @@ CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (0, 1),
     "__cudnn$convBackwardFilter": (1, -1),
 }
-# Products of flash attention, forward and backward (Dao 2023, "FlashAttention-2").
-_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 class Work(NamedTuple):
@@ -47,11 +47,15 @@ class Work(NamedTuple):
         flops: floating-point operations of products and convolutions, 2 for each multiply-add.
         nbytes: bytes read from and written to memory.
         dtype: name of the dtype of the arithmetic; ``""`` where there is none.
+        cycles: of one multiprocessor, beside that arithmetic.
+        apart: bytes that other kernels of the same call read and write.
     """
 
     flops: float
     nbytes: int
     dtype: str
+    cycles: float = 0.0
+    apart: float = 0.0
 
 
 def is_name(instruction: Instruction) -> bool:
@@ -76,9 +80,17 @@ def work_of(module: Module, instruction: Instruction) -> Work:
     """
     if is_name(instruction):
         return Work(0.0, 0, "")
+    nbytes = _nbytes(module, instruction)
+    if instruction.target.startswith(_ATTENTION):
+        made = _attention(module, instruction)
+        return Work(made.flops, nbytes, _dtype(module, instruction), made.cycles, made.apart)
     found = list(_arithmetic(module, instruction))
     dtype = found[0][1] if found else ""
-    return Work(sum(flops for flops, _ in found), _nbytes(module, instruction), dtype)
+    return Work(sum(flops for flops, _ in found), nbytes, dtype)
+
+
+def _dtype(module: Module, one: Instruction) -> str:
+    return module.instructions[one.operands[0]].shape.dtype
 
 
 def _arithmetic(module: Module, one: Instruction) -> Iterator[tuple[float, str]]:
@@ -87,7 +99,7 @@ def _arithmetic(module: Module, one: Instruction) -> Iterator[tuple[float, str]]
         for inner in _inside(module, one):
             yield from _arithmetic(module, inner)
     elif flops := _flops(module, one):
-        yield flops, module.instructions[one.operands[0]].shape.dtype
+        yield flops, _dtype(module, one)
 
 
 def _flops(module: Module, one: Instruction) -> float:
@@ -104,7 +116,7 @@ def _flops(module: Module, one: Instruction) -> float:
     if one.target.startswith(PRODUCTS):
         said = _config(one, "gemm_backend_config", "dot_dimension_numbers")
         return _product(module, one, [int(d) for d in said["lhs_contracting_dimensions"]])
-    return _attention(module, one) if one.target.startswith("__cudnn$fmha") else 0.0
+    return 0.0
 
 
 def _product(module: Module, one: Instruction, contracted: list[int]) -> float:
@@ -124,13 +136,17 @@ def _convolution(module: Module, one: Instruction, image: int, kernel: int) -> f
     return 2.0 * math.prod(shapes[0].dims) * taps
 
 
-def _attention(module: Module, one: Instruction) -> float:
+def _attention(module: Module, one: Instruction) -> Attended:
     said = _config(one, "cudnn_fmha_backend_config")
-    keys = int(said["intermediate_tensor_shape"]["dimensions"][-1])
-    query = math.prod(module.instructions[one.operands[0]].shape.dims)
-    products = _BACKWARD_PRODUCTS if one.target.endswith("Backward") else _FORWARD_PRODUCTS
-    half = 0.5 if str(said.get("mask_type", "")).endswith("CAUSAL") else 1.0
-    return 2.0 * products * query * keys * half
+    query = module.instructions[one.operands[0]].shape
+    return attended(
+        query.size,
+        query.dims[-1],
+        int(said["intermediate_tensor_shape"]["dimensions"][-1]),
+        query.nbytes // max(query.size, 1),
+        backward=one.target.endswith("Backward"),
+        causal=str(said.get("mask_type", "")).endswith("CAUSAL"),
+    )
 
 
 def _config(one: Instruction, *names: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from jaxmem.errors import TargetError
 from jaxmem.program.collectives import Axes, Sent, sent, within
@@ -16,7 +16,23 @@ from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 from jaxmem.program.weighing import Weighing
-from jaxmem.program.work import Work, moved, work_of
+from jaxmem.program.work import Work, moved, sums_rows, work_of
+
+
+class Working(Protocol):
+    """What is done by one operation, or by one instruction of a compiled program."""
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def nbytes(self) -> float: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def cycles(self) -> float: ...
+    @property
+    def apart(self) -> float: ...
+
 
 NO_AXES: Axes = MappingProxyType({})
 
@@ -32,8 +48,12 @@ class Rates:
         h2d_bytes_per_second: host to device; 0 where nothing is moved.
         d2d_bytes_per_second: device to device, one direction; where it is 0, collectives count
             their traffic to device memory only.
-        convolving: FLOP/s of convolutions by dtype name, where it is not that of products. That of
-            the gradients of their kernels is.
+        summing_rows: FLOP/s by dtype name of products that sum the rows of both operands, where it
+            is not that of other products.
+        convolving: FLOP/s of convolutions by dtype name, where it is not that of products.
+        summing_places: FLOP/s of the gradients of their kernels by dtype name, likewise.
+        cycle_seconds: what a cycle of one multiprocessor comes to where all of them work; 0 where
+            that is not known.
         beside_seconds: what a convolution takes for each place and tap beside its products; the
             gradient of its kernel takes ``SUMMED`` of that.
         duplex_bytes_per_second: each way of the host link while both are busy; where it is 0, each
@@ -50,7 +70,10 @@ class Rates:
     d2h_bytes_per_second: float = 0.0
     h2d_bytes_per_second: float = 0.0
     d2d_bytes_per_second: float = 0.0
+    summing_rows: Mapping[str, float] = field(default_factory=dict)
     convolving: Mapping[str, float] = field(default_factory=dict)
+    summing_places: Mapping[str, float] = field(default_factory=dict)
+    cycle_seconds: float = 0.0
     beside_seconds: float = 0.0
     duplex_bytes_per_second: float = 0.0
     barriers_keep: bool = False
@@ -58,21 +81,27 @@ class Rates:
     together: bool = False
     weighing: Weighing | None = None
 
-    def seconds(self, flops: float, dtype: str, nbytes: float) -> float:
-        """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
-        rate = self.flops.get(dtype) or self.flops["float32"]
-        return max(flops / rate, nbytes / self.bytes_per_second)
+    def seconds(self, work: Working, *, rows: bool = False) -> float:
+        """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic.
+
+        ``rows`` says that it sums the rows of both operands.
+        """
+        rate = self._rate(work.dtype, self.summing_rows if rows else {})
+        arithmetic = work.flops / rate + work.cycles * self.cycle_seconds
+        traffic = work.nbytes / self.bytes_per_second
+        return max(arithmetic, traffic) + work.apart / self.bytes_per_second
+
+    def _rate(self, dtype: str, of_some: Mapping[str, float]) -> float:
+        return of_some.get(dtype) or self.flops.get(dtype) or self.flops["float32"]
 
     def convolution_seconds(self, eqn: Any, work: Work, devices: int = 1) -> float:
         """The slower of memory traffic and of arithmetic with what comes beside it.
 
         ``work`` is that of one of ``devices`` which share it.
         """
-        rate, beside = self.flops.get(work.dtype) or self.flops["float32"], self.beside_seconds
-        if sums_over_places(eqn):
-            beside *= SUMMED
-        else:
-            rate = self.convolving.get(work.dtype, rate)
+        summed = sums_over_places(eqn)
+        rate = self._rate(work.dtype, self.summing_places if summed else self.convolving)
+        beside = self.beside_seconds * (SUMMED if summed else 1)
         arithmetic = work.flops / rate + steps_beside(eqn) / devices * beside
         return max(arithmetic, work.nbytes / self.bytes_per_second)
 
@@ -114,11 +143,16 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES, fewer_bytes: int = 0)
     eqn, parts = op.eqn, exchange(op)
     work = work_of(eqn)
     if work is not None:
-        work = work._replace(flops=work.flops / parts.devices, nbytes=work.nbytes * parts.share)
+        work = work._replace(
+            flops=work.flops / parts.devices,
+            nbytes=work.nbytes * parts.share - fewer_bytes,
+            cycles=work.cycles / parts.devices,
+            apart=work.apart * parts.share,
+        )
         if eqn.primitive.name == "conv_general_dilated":
             computing = rates.convolution_seconds(eqn, work, parts.devices)
         else:
-            computing = rates.seconds(work.flops, work.dtype, work.nbytes - fewer_bytes)
+            computing = rates.seconds(work, rows=sums_rows(eqn))
         return computing + exchange_seconds(op, rates)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)

@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxmem.attending import attended
 from jaxmem.program.ir import aval_bytes
 
 # XLA's TopK kernel takes up to 16; above that XLA sorts (openxla/xla, topk_specializer.cc).
 _MOST_TOP_K = 16
-# Flash attention makes the scores again and four more products of their size: 5 products in the
-# backward pass for the forward's 2 (Dao 2023, "FlashAttention-2").
-_BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
 _CAUSAL_MASKS = frozenset([2, 3])  # CAUSAL and PADDING_CAUSAL of JAX's cuDNN MaskType
 _ROWS_FIRST = 0  # BTNH of JAX's cuDNN AttentionLayout; the other is BNTH
 
@@ -28,11 +26,15 @@ class Work(NamedTuple):
         flops: floating-point operations, 2 for each multiply-add.
         nbytes: bytes read from and written to device memory.
         dtype: name of the dtype that decides how fast it computes.
+        cycles: of one multiprocessor, beside the floating-point operations.
+        apart: bytes that kernels of their own read and write before or behind it.
     """
 
     flops: float
     nbytes: float
     dtype: str = "float32"
+    cycles: float = 0.0
+    apart: float = 0.0
 
 
 def work_of(eqn) -> Work | None:
@@ -48,6 +50,15 @@ def work_of(eqn) -> Work | None:
 def moved(eqn) -> Work:
     """Every operand read once and every result written once."""
     return Work(0.0, _nbytes(eqn.invars) + _nbytes(eqn.outvars))
+
+
+def sums_rows(eqn) -> bool:
+    """Whether a product sums the rows of both operands, as the gradient of a weight does."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, _ = eqn.params["dimension_numbers"]
+    last = (v.aval.ndim - 1 for v in eqn.invars)
+    return all(at not in dims for at, dims in zip(last, contracted, strict=True))
 
 
 def arithmetic(eqn) -> float:
@@ -102,15 +113,21 @@ def _scaled_dot(eqn) -> Work:
     return _computed(2.0 * math.prod(eqn.outvars[0].aval.shape) * depth, eqn)
 
 
-def _attention(products: int) -> Callable[[Any], Work]:
+def _attention(backward: bool) -> Callable[[Any], Work]:
     def count(eqn) -> Work:
-        params, query, key = eqn.params, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        params, query, key = eqn.params, eqn.invars[0].aval, eqn.invars[1].aval.shape
         length = key[1 if _number(params.get("layout")) == _ROWS_FIRST else 2]
-        if window := params.get("sliding_window_length"):
-            length = min(length, window)
-        elif _number(params.get("mask_type")) in _CAUSAL_MASKS or params.get("use_causal_mask"):
-            length /= 2
-        return _computed(2.0 * products * math.prod(query) * length, eqn)
+        window = params.get("sliding_window_length")
+        masked = _number(params.get("mask_type")) in _CAUSAL_MASKS
+        made = attended(
+            math.prod(query.shape),
+            query.shape[-1],
+            min(length, window) if window else length,
+            query.dtype.itemsize,
+            backward=backward,
+            causal=not window and (masked or bool(params.get("use_causal_mask"))),
+        )
+        return _computed(made.flops, eqn)._replace(cycles=made.cycles, apart=made.apart)
 
     return count
 
@@ -228,10 +245,8 @@ _COUNTED: dict[str, Callable[[Any], Work]] = {
     "svd": _dense(lambda m, n: 4 * m**2 * n + 8 * m * n**2 + 9 * n**3),
 }
 for _name in ("fwd", "bwd"):
-    _products = _FORWARD_PRODUCTS if _name == "fwd" else _BACKWARD_PRODUCTS
-    _COUNTED[f"dot_product_attention_{_name}_wrapper"] = _attention(_products)
-    _COUNTED[f"dot_product_attention_fp8_{_name}_wrapper"] = _attention(_products)
-    _COUNTED[f"dot_product_attention_{_name}"] = _attention(_products)
+    for _form in (f"{_name}_wrapper", f"fp8_{_name}_wrapper", _name):
+        _COUNTED[f"dot_product_attention_{_form}"] = _attention(_name == "bwd")
 for _name in ("", "-add", "-sub", "-mul", "-min", "-max", "_add", "_mul", "_min", "_max"):
     _COUNTED[f"scatter{_name}"] = _scatter
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):

@@ -12,8 +12,8 @@ from jaxmem.program.ir import Atom, Block, Op, Program, Value
 from jaxmem.program.loops import is_backward, nest
 from jaxmem.program.source import checkpoint_names, origin_of
 from jaxmem.runtime.compiled import compiled_report
-from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.known import known_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets.compiling import Compiled
 from jaxmem.targets.target import Target
 

@@ -7,22 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from jaxmem._compat import BARRIERS_KEEP_PLACES, STACKS_MADE_AT_ONCE
 from jaxmem.planner.deadline import Deadline
 from jaxmem.planner.search import Search, Solution
 from jaxmem.policies import Policy
 from jaxmem.program.apart import with_sums_apart
-from jaxmem.program.cost import Rates
 from jaxmem.program.gathering import with_gathered
 from jaxmem.program.ir import Block, Hosting, Program, has_transfers
 from jaxmem.program.pinning import has_pins
-from jaxmem.program.weighing import Weighing
 from jaxmem.rewrite.emit import as_function
 from jaxmem.rewrite.standin import compilable, has_callbacks
 from jaxmem.runtime import verify
 from jaxmem.runtime.laidout import LaidOut
+from jaxmem.runtime.rates import rates_of
 from jaxmem.runtime.splitting import OTHER_PARTS, split
-from jaxmem.targets import table
 from jaxmem.targets.compiling import Compiled, compile_for, runs_here
 from jaxmem.targets.options import (
     collectives_in_turn,
@@ -36,57 +33,6 @@ from jaxmem.targets.target import Target
 MOST_SMALLEST = 6
 # What is predicted to take less of the budget has room for collectives beside other work.
 _ROOMY = 0.8
-
-
-def rates_of(target: Target) -> Rates:
-    """How fast a target works."""
-    return Rates(
-        dict(target.flops),
-        target.hbm_bytes_per_second,
-        target.d2h_bytes_per_second,
-        target.h2d_bytes_per_second,
-        target.d2d_bytes_per_second,
-        convolving=_convolving(target),
-        beside_seconds=_beside(target) if target.platform == "gpu" else 0.0,
-        duplex_bytes_per_second=target.duplex_bytes_per_second,
-        barriers_keep=target.platform == "gpu" and BARRIERS_KEEP_PLACES,
-        stacks_at_once=target.platform == "gpu" and STACKS_MADE_AT_ONCE,
-        together=target.platform == "gpu",
-        weighing=_weighing(target),
-    )
-
-
-def _weighing(target: Target) -> Weighing | None:
-    """How fast XLA takes a GPU of the table to be: all its scalar units, two operations a cycle."""
-    if target.platform != "gpu" or not target.model:
-        return None
-    entry = table.gpu(target.model)
-    units = entry["sm_count"] * table.sm_limits(entry["compute_capability"])["fpus_per_sm"]
-    return Weighing(
-        2e9 * units * entry["clock_ghz"],
-        entry["memory_bytes_per_second"],
-        widens=float(entry["compute_capability"]) < 9.0,
-    )
-
-
-def _convolving(target: Target) -> dict[str, float]:
-    """How fast a GPU convolves float32, where that is faster than what it multiplies.
-
-    Tensor cores of Hopper take TF32 operands whose summed axis is contiguous, as channels are in
-    a convolution; the products that JAX makes of float32 matrices, and gradients of kernels, run at
-    198 of the 495 TFLOP/s of an H200, convolutions of 256 channels at 360 to 412. They are taken
-    for as near to the table's rate as products of bfloat16 were found to be.
-    """
-    if not target.model or "bfloat16" not in target.flops:
-        return {}
-    peak = table.gpu(target.model)["flops"]
-    reached = target.flops["bfloat16"] / peak["bfloat16"]
-    return {"float32": max(target.flops["float32"], peak["float32"] * reached)}
-
-
-def _beside(target: Target) -> float:
-    """14.4 ps a place and tap where products of bfloat16 run at 735 TFLOP/s, as on an H200."""
-    return 14.4e-12 * 735e12 / target.flops_per_second("bfloat16")
 
 
 def _moves(solution: Solution | None) -> bool:

@@ -11,8 +11,8 @@ from jaxmem.program.cost import Rates, block_seconds
 from jaxmem.program.ir import Block, fetched_in, has_transfers
 from jaxmem.program.parts import Part
 from jaxmem.rewrite.joined import turn_of
-from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.parts import Need
+from jaxmem.runtime.rates import rates_of
 from jaxmem.runtime.timeline import Times, Turn, run_through
 from jaxmem.targets.target import Target
 

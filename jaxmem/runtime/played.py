@@ -118,7 +118,7 @@ class _Player:
         """Of a kernel or an exchange."""
         if one.id not in self.known:
             rates, work = self.rates, work_of(self.module, one)
-            seconds = rates.seconds(work.flops, work.dtype, work.nbytes)
+            seconds = rates.seconds(work)
             if one.opcode.startswith(_EXCHANGES) and rates.d2d_bytes_per_second:
                 nbytes = _last(one.shape).nbytes
                 seconds = max(seconds, nbytes / rates.d2d_bytes_per_second)

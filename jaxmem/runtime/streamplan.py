@@ -14,8 +14,8 @@ from jaxmem.program.cost import block_seconds
 from jaxmem.program.cut import Cut
 from jaxmem.program.ir import Hosting, Value
 from jaxmem.runtime.asked import Asked
-from jaxmem.runtime.compiler import rates_of
 from jaxmem.runtime.onpaper import needs_on_paper
+from jaxmem.runtime.rates import rates_of
 from jaxmem.runtime.rehearsal import rehearsed
 from jaxmem.runtime.staging import Pieces
 from jaxmem.runtime.stream import Item, Stream

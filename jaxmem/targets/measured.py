@@ -28,8 +28,8 @@ from jaxlib.version import __version__ as jaxlib_version
 from jaxmem.targets import measuring
 
 # 2: what a device does that is nearly full is no longer kept. 3: links are measured while all
-# devices of the process copy.
-SCHEMA = 3
+# devices of the process copy. 4: products of float32 are tuned, and starting is no part of a rate.
+SCHEMA = 4
 WHEN_FREE = "jaxmem doctor --measure, while the device is free, measures these and keeps them"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LINKS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_bytes_per_second")

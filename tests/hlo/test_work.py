@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmem.attending import attended
 from jaxmem.hlo.module import Computation, Instruction, Module, read_module
 from jaxmem.hlo.schedule import scheduled
 from jaxmem.hlo.wire import WireError
@@ -158,13 +159,20 @@ SCORES = (
 )
 
 
+LONG = SCORES.replace("128", "4096")
+
+
 @pytest.mark.parametrize(
     ("target", "config", "dims", "flops"),
     [
         ("__cublas$gemm", CONTRACTED, ((2, 8, 16), (2, 16, 4), (2, 8, 4)), 2 * 2 * 8 * 16 * 4),
         ("__cublas$lt$matmul", CONTRACTED, ((2, 8, 16), (2, 16, 4), (2, 8, 4)), 2 * 2 * 8 * 16 * 4),
         ("__cudnn$fmhaSoftmax", SCORES % "NO_MASK", ((2, 8, 64, 32),) * 2, 4 * 16 * 64 * 32 * 128),
-        ("__cudnn$fmhaSoftmax", SCORES % "CAUSAL", ((2, 8, 64, 32),) * 2, 2 * 16 * 64 * 32 * 128),
+        ("__cudnn$fmhaSoftmax", SCORES % "CAUSAL", ((2, 8, 64, 32),) * 2, 4 * 16 * 64 * 32 * 128),
+        (
+            *("__cudnn$fmhaSoftmax", LONG % "CAUSAL", ((2, 8, 64, 32),) * 2),
+            2 * 16 * 64 * 32 * (4096 + 256),
+        ),
         (
             *("__cudnn$fmhaSoftmaxBackward", SCORES % "NO_MASK"),
             *(((2, 8, 64, 32),) * 2, 10 * 16 * 64 * 32 * 128),
@@ -174,6 +182,14 @@ SCORES = (
 )
 def test_calls_of_libraries(target: str, config: str, dims, flops: int):
     assert work_of(*called(target, config, *dims)).flops == flops
+
+
+def test_attention_is_counted_in_a_compiled_program_as_in_a_traced_one():
+    module, call = called("__cudnn$fmhaSoftmaxBackward", LONG % "CAUSAL", *((2, 8, 64, 32),) * 2)
+    made = attended(2 * 8 * 64 * 32, 32, 4096, 2, backward=True, causal=True)
+    work = work_of(module, call)
+    assert (work.flops, work.cycles, work.apart) == made
+    assert work.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("config", ["", "not JSON", "[]", "{}", '{"gemm_backend_config": null}'])

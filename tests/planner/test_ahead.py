@@ -16,7 +16,7 @@ from jaxmem.program.ir import Block, Value
 from jaxmem.program.layout import Layout
 from jaxmem.program.making import kept_apart, may_be_kept_apart
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target, compile_for
 from jaxmem.targets.options import memory_schedules, overlapping
 from tests.planner.lines import program

@@ -15,7 +15,7 @@ from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Hosting, Loop, Op
 from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 from tests.problems.transformers import Form, Shape, make

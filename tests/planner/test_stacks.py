@@ -20,7 +20,7 @@ from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Block, Hosting, Loop, kind_of_array
 from jaxmem.program.stacking import made_first, shared_zeros, stacked_twice
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 from tests.rewrite.test_transfers import compiled

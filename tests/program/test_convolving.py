@@ -9,7 +9,7 @@ import pytest
 from jaxmem.program.convolving import steps_beside, sums_over_places
 from jaxmem.program.cost import Rates, block_seconds, op_seconds
 from jaxmem.program.work import work_of
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 

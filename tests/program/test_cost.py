@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from jaxmem.program.cost import Rates, op_seconds
-from jaxmem.program.work import arithmetic
+from jaxmem.program.work import Work, arithmetic
+from jaxmem.runtime.rates import rates_of
+from jaxmem.targets import Target
 from tests.planner.lines import program
 
 RATES = Rates({"float32": 1e12, "bfloat16": 4e12}, 1e11)
@@ -68,10 +72,48 @@ def test_a_transposed_convolution_and_its_gradients_cost_alike(kernel: tuple[int
 
 
 def test_time_is_the_slower_of_arithmetic_and_traffic():
-    assert RATES.seconds(2e12, "float32", 1) == 2.0
-    assert RATES.seconds(2e12, "bfloat16", 1) == 0.5
-    assert RATES.seconds(1, "bfloat16", 3e11) == 3.0
-    assert RATES.seconds(2e12, "float8_unheard_of", 1) == 2.0, "as float32"
+    assert RATES.seconds(Work(2e12, 1, "float32")) == 2.0
+    assert RATES.seconds(Work(2e12, 1, "bfloat16")) == 0.5
+    assert RATES.seconds(Work(1, 3e11, "bfloat16")) == 3.0
+    assert RATES.seconds(Work(2e12, 1, "float8_unheard_of")) == 2.0, "as float32"
+
+
+def test_cycles_come_on_top_of_arithmetic_and_other_kernels_on_top_of_all():
+    rates = dataclasses.replace(RATES, cycle_seconds=1e-12)
+    assert rates.seconds(Work(1e12, 1e11, cycles=5e11)) == 1.5
+    assert rates.seconds(Work(1e12, 3e11, cycles=5e11)) == 3.0, "hidden behind the traffic"
+    assert rates.seconds(Work(1e12, 3e11, cycles=5e11, apart=1e11)) == 4.0
+    assert RATES.seconds(Work(1e12, 1e11, cycles=5e11)) == 1.0, "nothing is known of its cycles"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_that_sums_the_rows_of_both_operands_is_slower_in_tf32(dtype):
+    a = jnp.ones((256, 256), dtype)
+    rates = dataclasses.replace(RATES, summing_rows={"float32": 5e11})
+
+    def seconds(dims):
+        step = program(lambda a, b: lax.dot_general(a, b, (dims, ((), ()))), a, a)
+        (op,) = [op for op in step.block.ops if op.name == "dot_general"]
+        return op_seconds(op, rates)
+
+    both = seconds(((0,), (0,)))
+    others = {seconds(((i,), (j,))) for i, j in [(1, 0), (0, 1), (1, 1)]}
+    assert others == {2 * 256**3 / RATES.flops[dtype]}
+    assert both == (2 if dtype == "float32" else 1) * others.pop()
+
+
+def test_only_a_hopper_is_known_to_turn_operands_of_tf32():
+    known = {name: rates_of(Target(name)) for name in ("h200", "h100", "a100", "b200", "cpu")}
+    assert {n for n, r in known.items() if r.summing_rows} == {"h200", "h100"}
+    for name in ("h200", "h100"):
+        rates, whole = known[name], Target(name).flops["float32"]
+        assert rates.summing_places["float32"] < rates.summing_rows["float32"] < whole
+        assert whole <= rates.convolving["float32"]
+
+
+def test_cycles_are_known_of_gpus_of_the_table():
+    assert rates_of(Target("h200")).cycle_seconds == pytest.approx(1 / (132 * 1.98e9))
+    assert rates_of(Target("cpu")).cycle_seconds == 0.0
 
 
 def test_loops_branches_and_calls_cost_what_is_inside():

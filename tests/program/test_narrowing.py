@@ -10,7 +10,7 @@ from jaxmem.planner.search import Search
 from jaxmem.program.cost import op_seconds
 from jaxmem.program.ir import Hosting, Op
 from jaxmem.program.narrowing import narrowed_products
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 from tests.rewrite.test_transfers import compiled

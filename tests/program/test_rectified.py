@@ -11,7 +11,7 @@ from jax.experimental.compute_on import compute_on
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.calling import Caller
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets.target import Target
 
 ODD = [0.0, -0.0, 1.0, -1.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45]

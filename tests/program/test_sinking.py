@@ -16,7 +16,7 @@ from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.sinking import repeated_numbers
 from jaxmem.program.trace import _all_ops
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 

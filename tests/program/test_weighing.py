@@ -16,7 +16,7 @@ from jaxmem.program.fusion import fuse
 from jaxmem.program.ir import Hosting, Op, Value
 from jaxmem.program.primitives import Kind, kind_of
 from jaxmem.program.weighing import Weighing, _Readers
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import Line, lines, program
 from tests.rewrite.test_transfers import compiled

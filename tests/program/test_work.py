@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from jax import lax
 
 from jaxmem.program.cost import Rates, block_seconds, op_seconds
 from jaxmem.program.work import arithmetic, work_of
+from jaxmem.runtime.rates import rates_of
+from jaxmem.targets import Target
 from tests.planner.lines import program
 
 RATES = Rates({"float32": 1e12}, 1e11)
@@ -132,15 +135,15 @@ class Layout(enum.Enum):
 B, T, S, N, H = 2, 64, 128, 4, 32
 
 
-def attention(name: str, *, layout=Layout.BTNH, **params):
+def attention(name: str, *, layout=Layout.BTNH, keys: int = S, head: int = H, **params):
     def atom(length):
-        shape = (B, length, N, H) if layout is Layout.BTNH else (B, N, length, H)
+        shape = (B, length, N, head) if layout is Layout.BTNH else (B, N, length, head)
         return SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     return SimpleNamespace(
         primitive=SimpleNamespace(name=f"dot_product_attention_{name}_wrapper"),
         params={"layout": layout.value, **params},
-        invars=[atom(T), atom(S), atom(S)],
+        invars=[atom(T), atom(keys), atom(keys)],
         outvars=[atom(T)],
     )
 
@@ -156,13 +159,46 @@ def test_attention_computes_its_two_products(layout):
     assert fused.nbytes == 2 * B * N * H * (2 * T + 2 * S)
 
 
-def test_a_causal_mask_halves_attention_and_a_window_bounds_it():
-    whole = work_of(attention("fwd", mask_type=Mask.NO_MASK)).flops
-    assert work_of(attention("fwd", mask_type=Mask.CAUSAL)).flops == whole / 2
-    assert work_of(attention("fp8_fwd", use_causal_mask=True)).flops == whole / 2
+@pytest.mark.parametrize("keys", [64, 256, 512, 4096, 65536])
+def test_a_causal_mask_halves_attention_but_for_the_tiles_on_its_diagonal(keys: int):
+    whole = work_of(attention("fwd", keys=keys, mask_type=Mask.NO_MASK))
+    masked = work_of(attention("fwd", keys=keys, mask_type=Mask.CAUSAL))
+    fp8 = work_of(attention("fp8_fwd", keys=keys, use_causal_mask=True))
+    for one in (masked, fp8):
+        share = one.flops / whole.flops
+        assert one.cycles / whole.cycles == share
+        assert share == 1.0 if keys <= 256 else 0.5 < share <= 0.5 + 128 / keys
+    assert masked.nbytes == whole.nbytes
+
+
+def test_a_window_bounds_attention_and_the_gradient_is_five_products_for_two():
+    whole = work_of(attention("fwd", mask_type=Mask.NO_MASK))
     windowed = attention("fwd", mask_type=Mask.CAUSAL, sliding_window_length=S // 4)
-    assert work_of(windowed).flops == whole / 4
-    assert work_of(attention("bwd", mask_type=Mask.NO_MASK)).flops == 2.5 * whole
+    assert work_of(windowed).flops == whole.flops / 4
+    assert work_of(windowed).cycles == whole.cycles / 4
+    back = work_of(attention("bwd", mask_type=Mask.NO_MASK))
+    assert back.flops == 2.5 * whole.flops
+    assert back.cycles > whole.cycles == B * N * T * S / 16, "16 exponentials in a cycle"
+
+
+def test_smaller_heads_take_as_many_cycles_for_fewer_products():
+    """Of heads of 64 an H200 made 411 TFLOP/s, of heads of 128 it made 593."""
+    rates = dataclasses.replace(rates_of(Target("h200")), flops={"bfloat16": 765e12, "float32": 1})
+
+    def reached(head: int, name: str) -> float:
+        work = work_of(attention(name, keys=8192, head=head, mask_type=Mask.NO_MASK))
+        return work.flops / rates.seconds(work._replace(nbytes=0, apart=0)) / 1e12
+
+    assert reached(128, "fwd") == pytest.approx(593, rel=0.1)
+    assert reached(64, "fwd") == pytest.approx(411, rel=0.1)
+    assert reached(128, "bwd") == pytest.approx(529, rel=0.1)
+    assert reached(64, "bwd") == pytest.approx(387, rel=0.1)
+
+
+def test_what_a_gradient_of_attention_does_beside_its_kernel_is_bytes_of_the_query():
+    assert work_of(attention("fwd", mask_type=Mask.NO_MASK)).apart == 0
+    few, many = (work_of(attention("bwd", keys=k, mask_type=Mask.NO_MASK)).apart for k in (64, 512))
+    assert few == many == B * T * N * H * (4 + 4 + 3 * 2)
 
 
 def test_groups_of_rows_cost_one_product():

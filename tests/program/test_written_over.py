@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.rewrite.emit import as_function
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target, compile_for
 from tests.planner.lines import program
 

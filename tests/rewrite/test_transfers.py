@@ -16,7 +16,7 @@ from jaxmem.program.ir import Block, Hosting, Op, Program, Value
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
 from jaxmem.runtime.compiled import compiled_report
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target, compile_for
 from jaxmem.targets.options import memory_schedules
 from tests.fitted_steps import tanh_chain

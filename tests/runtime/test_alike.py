@@ -11,7 +11,7 @@ from jaxmem.planner.search import Search
 from jaxmem.program.ir import Hosting
 from jaxmem.runtime import verify
 from jaxmem.runtime.alike import named_alike
-from jaxmem.runtime.compiler import rates_of
+from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
 from tests.planner.lines import program
 from tests.rewrite.test_transfers import compiled
