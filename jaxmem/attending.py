@@ -37,7 +37,14 @@ class Attended(NamedTuple):
 
 
 def attended(
-    query: int, head: int, keys: float, itemsize: int, *, backward: bool, causal: bool
+    query: int,
+    head: int,
+    keys: float,
+    itemsize: int,
+    *,
+    backward: bool,
+    causal: bool,
+    window: int = 0,
 ) -> Attended:
     """What flash attention does.
 
@@ -48,11 +55,13 @@ def attended(
         itemsize: bytes of an element.
         backward: whether it is the gradient.
         causal: whether a query meets no later keys.
+        window: how many of the last keys it meets at most; 0 for all of them.
 
     >>> attended(4096 * 64, 64, 4096, 2, backward=False, causal=False).flops
     4294967296.0
     """
     met = min(keys, (keys + _TILE) / 2) if causal else keys
+    met = min(met, window) if window else met
     products = _BACKWARD_PRODUCTS if backward else _FORWARD_PRODUCTS
     cycles = _BACKWARD_CYCLES if backward else _FORWARD_CYCLES
     # The query's gradient is added up in float32, from zeros, and rounded; rows of the result and

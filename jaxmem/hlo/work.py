@@ -144,8 +144,9 @@ def _attention(module: Module, one: Instruction) -> Attended:
         query.dims[-1],
         int(said["intermediate_tensor_shape"]["dimensions"][-1]),
         query.nbytes // max(query.size, 1),
-        backward=one.target.endswith("Backward"),
+        backward="Backward" in one.target,
         causal=str(said.get("mask_type", "")).endswith("CAUSAL"),
+        window=int(said.get("sliding_window_length") or 0),
     )
 
 

@@ -117,15 +117,15 @@ def _attention(backward: bool) -> Callable[[Any], Work]:
     def count(eqn) -> Work:
         params, query, key = eqn.params, eqn.invars[0].aval, eqn.invars[1].aval.shape
         length = key[1 if _number(params.get("layout")) == _ROWS_FIRST else 2]
-        window = params.get("sliding_window_length")
         masked = _number(params.get("mask_type")) in _CAUSAL_MASKS
         made = attended(
             math.prod(query.shape),
             query.shape[-1],
-            min(length, window) if window else length,
+            length,
             query.dtype.itemsize,
             backward=backward,
-            causal=not window and (masked or bool(params.get("use_causal_mask"))),
+            causal=masked or bool(params.get("use_causal_mask")),
+            window=params.get("sliding_window_length") or 0,
         )
         return _computed(made.flops, eqn)._replace(cycles=made.cycles, apart=made.apart)
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
-
 from jaxmem.errors import BudgetInfeasibleError, JaxmemError
 from jaxmem.planner.decisions import AT_ONCE, IN_FLIGHT, InFlight
 from jaxmem.planner.fill import Solution
@@ -169,13 +167,8 @@ class _Rounds(Slack):
         enough = gained >= max(_CLEARLY * least, _FEWEST_SECONDS)
         if solution is None or not enough or self.compiler.deadline.ran_out:
             return self.outcome_of(written)
-        try:
+        with self.unless_xla_fails(f"a program predicted {gained / least:.1%} quicker"):
             self._try(solution, limit, "search")
-        except jax.errors.JaxRuntimeError as error:
-            # The step works without; that XLA failed must not stop it, and must be said.
-            outcome, said = self.outcome_of(written), str(error).splitlines()[0][:200]
-            note = f"a program predicted {gained / least:.1%} quicker did not compile: {said}"
-            return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, note)))
         if not self.fitting:
             return self.outcome_of(written)
         self.overlap()
@@ -396,12 +389,17 @@ class _Rounds(Slack):
     def _attempt_with_host(self, solution: Solution) -> None:
         self.announce(solution)
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-        self.compile("with host memory", self.budget - self.fixed + hosted, solution)
+        self.tried.add(solution.key)
+        with self.unless_xla_fails("a program with host memory"):
+            self.compile("with host memory", self.budget - self.fixed + hosted, solution)
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest programs with as much as possible in host memory compile to."""
         smallest = self.host.smallest() if self.host.allowed else []
-        attempts = [self.compiler.attempt_least(solution) for solution in smallest]
+        attempts = []
+        for solution in smallest:
+            with self.unless_xla_fails("a program with host memory"):
+                attempts.append(self.compiler.attempt_least(solution))
         return [(a.compiled.memory.total_bytes, a.solution) for a in attempts if not a.problem]
 
     def _not_followed(self, used: int, predicted: int) -> bool:
@@ -426,6 +424,7 @@ class _Rounds(Slack):
         for total, problem in least.undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
+        reason = reason or "; ".join(self.said)
         if compiler.deadline.ran_out and not reason:
             limit = compiler.deadline.seconds
             reason = f"the time limit of {limit:g} s ended the search: a longer one may find less"

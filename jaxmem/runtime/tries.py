@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+
+import jax
 
 from jaxmem.planner.decisions import Round
 from jaxmem.planner.fill import Solution
@@ -82,6 +86,16 @@ class Tries:
         self.ends: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.fixed = compiler.program.fixed_bytes
         self.said: list[str] = []
+
+    @contextlib.contextmanager
+    def unless_xla_fails(self, what: str) -> Iterator[None]:
+        """Within, that XLA cannot compile a program is said, and does not end the search."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            said = f"{what} did not compile: {str(error).splitlines()[0][:200]}"
+            if said not in self.said:
+                self.said.append(said)
 
     def left(self) -> int:
         """How many compiles are left, by the lines."""

@@ -9,8 +9,6 @@ compiled without them as well, which is taken where it takes no more than 1% mor
 
 from __future__ import annotations
 
-import jax
-
 from jaxmem.planner.fill import Solution
 from jaxmem.planner.inorder import is_tied
 from jaxmem.planner.retimed import retimed
@@ -58,11 +56,8 @@ class Untying(Overlaps):
         """It, compiled as the program that is chosen; what comes of it changes nothing else."""
         compiler, pinned = self.compiler, self.compiler.search.pinned
         try:
-            return compiler.attempt(free, options=compiler.options_of(chosen.compiled))
-        except jax.errors.JaxRuntimeError as error:
-            # What is chosen works; that XLA failed must not stop it, and must be said.
-            said = str(error).splitlines()[0][:200]
-            self.said.append(f"without ties between gradients it did not compile: {said}")
-            return None
+            with self.unless_xla_fails("without ties between gradients it"):
+                return compiler.attempt(free, options=compiler.options_of(chosen.compiled))
         finally:
             compiler.search.pinned = pinned
+        return None

@@ -185,11 +185,23 @@ def test_calls_of_libraries(target: str, config: str, dims, flops: int):
 
 
 def test_attention_is_counted_in_a_compiled_program_as_in_a_traced_one():
-    module, call = called("__cudnn$fmhaSoftmaxBackward", LONG % "CAUSAL", *((2, 8, 64, 32),) * 2)
+    shapes = ((2, 8, 64, 32),) * 2
+    module, call = called("__cudnn$fmhaSoftmaxBackward", LONG % "CAUSAL", *shapes)
     made = attended(2 * 8 * 64 * 32, 32, 4096, 2, backward=True, causal=True)
     work = work_of(module, call)
     assert (work.flops, work.cycles, work.apart) == made
     assert work.dtype == "bfloat16"
+    eight = work_of(*called("__cudnn$fmhaSoftmaxBackwardF8", LONG % "CAUSAL", *shapes))
+    assert eight == work, "that of eight bits is a gradient, too"
+
+
+def test_a_window_bounds_attention_in_a_compiled_program():
+    shapes = ((2, 8, 64, 32),) * 2
+    windowed = LONG.replace('"mask_type"', '"sliding_window_length":256,"mask_type"')
+    whole = work_of(*called("__cudnn$fmhaSoftmax", LONG % "NO_MASK", *shapes))
+    within = work_of(*called("__cudnn$fmhaSoftmax", windowed % "CAUSAL", *shapes))
+    assert within.flops == whole.flops * 256 / 4096
+    assert within.nbytes == whole.nbytes
 
 
 @pytest.mark.parametrize("config", ["", "not JSON", "[]", "{}", '{"gemm_backend_config": null}'])

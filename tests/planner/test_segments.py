@@ -15,16 +15,14 @@ from jax import lax
 from jaxmem.planner.schedule import Keep
 from jaxmem.planner.search import Search
 from jaxmem.planner.segments import misfit, refusal, segment_choices, splittable, why_whole
-from jaxmem.program.ir import Block, Hosting
+from jaxmem.program.ir import Block
 from jaxmem.rewrite.emit import as_function
 from jaxmem.runtime import verify
-from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Compiled, Target, compile_for
 from jaxmem.targets.options import memory_schedules
-from tests.planner.lines import program, random_keep, search
+from tests.planner.lines import random_keep, search
 from tests.problems import PROBLEMS, assert_same, large, pure
 from tests.problems.transformers import Form, Shape
-from tests.rewrite.test_transfers import compiled as donating
 
 
 def smallest(found: Search) -> Keep:
@@ -281,71 +279,6 @@ def test_a_transformer_saves_what_is_simulated():
     assert simulated[0] - simulated[1] == pytest.approx(made[0] - made[1], rel=0.1)
     carry = 2 * shape.batch * shape.sequence * shape.d_model
     assert made[0] - made[1] > 40 * carry, "64 carries were kept, and now 8 and 8"
-
-
-def encoded(a, b, x, z):
-    """Two scans in one loss: what the first makes goes into the second."""
-
-    def loss(a, b):
-        inner = lax.scan(lambda y, w: (layer(y, w), None), x, a)[0]
-        return jnp.square(lax.scan(lambda y, w: (layer(y, w), None), inner + z, b)[0]).mean()
-
-    grads = jax.grad(loss, (0, 1))(a, b)
-    return a - grads[0], b - grads[1]
-
-
-def in_turn(a, b, x, z):
-    """Two nets of which each takes a step of its own."""
-
-    def loss(w, x):
-        return jnp.square(lax.scan(lambda y, w: (layer(y, w), None), x, w)[0]).mean()
-
-    return a - jax.grad(loss)(a, x), b - jax.grad(loss)(b, z)
-
-
-def alternating(a, b, x, z):
-    """One net of layers in turn, of which each may be cut as it is long."""
-
-    def loss(a, b):
-        inner = lax.scan(lambda y, w: (layer(y, w), None), x, a[:9])[0]
-        inner = lax.scan(lambda y, w: (layer(y, w), None), inner + z, b)[0]
-        return jnp.square(lax.scan(lambda y, w: (layer(y, w), None), inner, a[9:])[0]).mean()
-
-    grads = jax.grad(loss, (0, 1))(a, b)
-    return a - grads[0], b - grads[1]
-
-
-def of_two(step: Callable, layers: int = 36, width: int = 256, rows: int = 4096) -> Search:
-    shapes = [(layers, width, width), (layers, width, width), (rows, width), (rows, width)]
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return Search(program(step, *given, donate=(0, 1)), rates_of(Target("h200")))
-
-
-@pytest.mark.parametrize("step", [encoded, in_turn, alternating])
-def test_several_scans_run_in_segments_together(step: Callable):
-    """One of two nets in segments leaves as many bytes as the other needs."""
-    found = of_two(step)
-    paths = splittable(found.nest)
-    assert len(paths) > 1
-    solutions = [s for s in found.least() if s.segments]
-    least = min(solutions, key=lambda s: s.temp_bytes)
-    assert set(least.segments) == set(paths)
-    assert least.temp_bytes < 0.6 * found.smallest().temp_bytes
-    block = found.schedule(least)
-    executable = donating(Target("h200"), found.program, block, Hosting())
-    assert verify.undone(block, executable.hlo_text()) == ()
-    assert least.temp_bytes == pytest.approx(executable.memory.temp_bytes, rel=0.02)
-
-
-@pytest.mark.parametrize("step", [encoded, in_turn, alternating])
-def test_in_segments_together_results_are_the_same(step: Callable):
-    found = of_two(step, 18, 8, 16)
-    least = min((s for s in found.least() if s.segments), key=lambda s: s.temp_bytes)
-    assert len(least.segments) > 1
-    rng = np.random.default_rng(0)
-    args = [jnp.asarray(0.3 * rng.normal(size=v.shape), v.dtype) for v in found.program.avals()]
-    made = jax.jit(as_function(found.schedule(least)))(*args)
-    assert_same(jax.jit(step)(*args), tuple(made))
 
 
 # --- what stays whole --------------------------------------------------------------------------

@@ -176,6 +176,9 @@ def test_a_window_bounds_attention_and_the_gradient_is_five_products_for_two():
     windowed = attention("fwd", mask_type=Mask.CAUSAL, sliding_window_length=S // 4)
     assert work_of(windowed).flops == whole.flops / 4
     assert work_of(windowed).cycles == whole.cycles / 4
+    everything = attention("fwd", keys=4096, mask_type=Mask.CAUSAL, sliding_window_length=4096)
+    masked = attention("fwd", keys=4096, mask_type=Mask.CAUSAL)
+    assert work_of(everything) == work_of(masked), "a window of all keys leaves the mask's"
     back = work_of(attention("bwd", mask_type=Mask.NO_MASK))
     assert back.flops == 2.5 * whole.flops
     assert back.cycles > whole.cycles == B * N * T * S / 16, "16 exponentials in a cycle"

@@ -172,3 +172,50 @@ def test_what_does_not_compile_leaves_a_step_that_fits_as_it_is_written(monkeypa
     plan = jaxmem.plan(scanned, *scanned_args(), budget=None, target="h200", progress=False)
     assert plan.solver == "keep-all"
     assert any("did not compile: INTERNAL: no kernel found" in note for note in plan.notes)
+
+
+def nested_scans(weights, x):
+    def loss(weights):
+        def one(y, w):
+            return y + jnp.tanh(y @ w), None
+
+        parts = weights.reshape(4, 9, *weights.shape[1:])
+        last = jax.lax.scan(lambda y, ws: (jax.lax.scan(one, y, ws)[0], None), x, parts)[0]
+        return jnp.square(last).mean()
+
+    return weights - jax.grad(loss)(weights)
+
+
+def within(budget: str) -> jaxmem.Plan:
+    shapes = (36, 256, 256), (4096, 256)
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jaxmem.plan(
+        *(nested_scans, *given),
+        budget=budget,
+        target="h200",
+        donate_argnums=0,
+        progress=False,
+    )
+
+
+def test_what_xla_cannot_compile_with_host_memory_does_not_end_the_search():
+    """jax 0.10.2 and 0.11.2: rows of rows in host memory are an internal error of the compiler."""
+    plan = within("70MiB")
+    assert plan.compiled_bytes <= 70 * 2**20
+    assert plan.host_bytes > 0
+
+
+def test_an_error_names_what_xla_could_not_compile(monkeypatch):
+    attempt = Compiler.attempt
+
+    def failing(compiler, solution, **options):
+        if solution.offload or solution.hosted:
+            raise jax.errors.JaxRuntimeError("INTERNAL: this cannot be\nat all")
+        return attempt(compiler, solution, **options)
+
+    monkeypatch.setattr(Compiler, "attempt", failing)
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as told:
+        within("70MiB")
+    said = "a program with host memory did not compile: INTERNAL: this cannot be"
+    assert said in str(told.value) and "at all" not in str(told.value)
+    assert told.value.smallest_bytes > 70 * 2**20
