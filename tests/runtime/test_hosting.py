@@ -261,7 +261,10 @@ def test_where_moments_are_not_enough_parameters_follow(smallest_bytes: int):
 
 
 def test_a_decision_says_how_many_wait_on_the_host():
-    """Large products on a chain: some are recomputed, some wait, and the rest stay."""
+    """Large products on a chain: some are recomputed, some wait, and the rest stay.
+
+    With the link of the table nearly all of it is quicker to recompute.
+    """
     shapes = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
 
@@ -274,11 +277,13 @@ def test_a_decision_says_how_many_wait_on_the_host():
 
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
 
-    options = {"target": "h200", "donate_argnums": 0, "progress": False}
-    full = jaxmem.analyze(products, shapes, x, target="h200", donate_argnums=0).compiled_bytes
+    link = {name: 100e9 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
+    quick = jaxmem.Target("h200", **link, duplex_bytes_per_second=86e9)
+    options = {"target": quick, "donate_argnums": 0, "progress": False}
+    full = jaxmem.analyze(products, shapes, x, target=quick, donate_argnums=0).compiled_bytes
     plan = jaxmem.plan(products, shapes, x, budget=full * 11 // 20, host_budget="8GiB", **options)
     away = [d for d in plan.decisions if d.offloaded]
-    assert away
+    assert away and any(d.recomputed for d in plan.decisions)
     moved = sum(d.offloaded * d.nbytes // d.count for d in away)
     assert 0 < moved <= plan.host_bytes
     assert all(d.offloaded + d.recomputed <= d.count for d in plan.decisions)
