@@ -277,7 +277,7 @@ def test_a_decision_says_how_many_wait_on_the_host():
 
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
 
-    link = {name: 100e9 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
+    link = dict.fromkeys(("h2d_bytes_per_second", "d2h_bytes_per_second"), 100e9)
     quick = jaxmem.Target("h200", **link, duplex_bytes_per_second=86e9)
     options = {"target": quick, "donate_argnums": 0, "progress": False}
     full = jaxmem.analyze(products, shapes, x, target=quick, donate_argnums=0).compiled_bytes
