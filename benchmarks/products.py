@@ -30,9 +30,9 @@ import jaxmem
 from benchmarks.headline import versions
 from jaxmem.attending import attended
 from jaxmem.program.cost import Rates
-from jaxmem.program.work import Work
 from jaxmem.runtime.rates import rates_of
 from jaxmem.targets.measuring import GPU_OPTIONS, timed
+from jaxmem.work import Work
 
 SIZES = (
     *((4096, 4096, 4096), (16384, 1024, 1024), (8192, 8192, 8192)),
@@ -106,6 +106,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="one small product of each form")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not options.small and jax.default_backend() != "gpu":
+        parser.error(f"JAX's device is a {jax.default_backend()}, not a GPU: add --small")
     result: dict[str, Any] = {"versions": versions(), "products": [], "attention": []}
     sizes = ((64, 64, 64),) if options.small else SIZES
     for dtype, size, layout in itertools.product(

@@ -25,6 +25,7 @@ LEVELS = {
     "_before_jax": 2,
     "units": 1,
     "attending": 1,
+    "work": 1,
     "_compat": 1,
     "processes": 2,
     "targets": 3,

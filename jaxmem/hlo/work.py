@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmem.attending import Attended, attended
 from jaxmem.hlo.module import Computation, Instruction, Module, Shape
 from jaxmem.hlo.wire import WireError, fields, number, numbers
+from jaxmem.work import Work
 
 # They give names to what is there.
 _NAMES = frozenset(
@@ -38,24 +39,6 @@ CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (0, 1),
     "__cudnn$convBackwardFilter": (1, -1),
 }
-
-
-class Work(NamedTuple):
-    """What an instruction does.
-
-    Attributes:
-        flops: floating-point operations of products and convolutions, 2 for each multiply-add.
-        nbytes: bytes read from and written to memory.
-        dtype: name of the dtype of the arithmetic; ``""`` where there is none.
-        cycles: of one multiprocessor, beside that arithmetic.
-        apart: bytes that other kernels of the same call read and write.
-    """
-
-    flops: float
-    nbytes: int
-    dtype: str
-    cycles: float = 0.0
-    apart: float = 0.0
 
 
 def is_name(instruction: Instruction) -> bool:
@@ -84,44 +67,61 @@ def work_of(module: Module, instruction: Instruction) -> Work:
     if instruction.target.startswith(_ATTENTION):
         made = _attention(module, instruction)
         return Work(made.flops, nbytes, _dtype(module, instruction), made.cycles, made.apart)
-    found = list(_arithmetic(module, instruction))
-    dtype = found[0][1] if found else ""
-    return Work(sum(flops for flops, _ in found), nbytes, dtype)
+    found = [*_arithmetic(module, instruction)]
+    flops = sum(flops for _, flops in found)
+    if not found:
+        return Work(flops, nbytes, "")
+    first, _ = found[0]
+    return Work(flops, nbytes, _dtype(module, first), rows=_sums_rows(module, first))
 
 
 def _dtype(module: Module, one: Instruction) -> str:
     return module.instructions[one.operands[0]].shape.dtype
 
 
-def _arithmetic(module: Module, one: Instruction) -> Iterator[tuple[float, str]]:
-    """Floating-point operations of everything that an instruction fuses, and their dtypes."""
+def _arithmetic(module: Module, one: Instruction) -> Iterator[tuple[Instruction, float]]:
+    """The products and convolutions that an instruction fuses, and what each computes."""
     if one.opcode == "fusion":
         for inner in _inside(module, one):
             yield from _arithmetic(module, inner)
     elif flops := _flops(module, one):
-        yield flops, _dtype(module, one)
+        yield one, flops
 
 
 def _flops(module: Module, one: Instruction) -> float:
-    if one.opcode == "dot":
-        # xla_data.proto, DotDimensionNumbers: lhs_contracting_dimensions.
-        said = [numbers(v) for n, v in fields(one.raw_dot) if n == 1]
-        return _product(module, one, [d for dims in said for d in dims])
     if one.opcode == "convolution":
         return _convolution(module, one, -1, 1)
-    if one.opcode != "custom-call":
-        return 0.0
-    if one.target in CONVOLUTIONS:
+    if one.opcode == "custom-call" and one.target in CONVOLUTIONS:
         return _convolution(module, one, *CONVOLUTIONS[one.target])
-    if one.target.startswith(PRODUCTS):
-        said = _config(one, "gemm_backend_config", "dot_dimension_numbers")
-        return _product(module, one, [int(d) for d in said["lhs_contracting_dimensions"]])
-    return 0.0
-
-
-def _product(module: Module, one: Instruction, contracted: list[int]) -> float:
+    if (summed := _summed(one)) is None:
+        return 0.0
     left = module.instructions[one.operands[0]].shape.dims
-    return 2.0 * math.prod(_result(one).dims) * math.prod(left[d] for d in contracted)
+    return 2.0 * math.prod(_result(one).dims) * math.prod(left[d] for d in summed[0])
+
+
+def _summed(one: Instruction) -> tuple[list[int], list[int]] | None:
+    """Axes of both operands over which a product sums; ``None`` of all else."""
+    if one.opcode == "dot":
+        # xla_data.proto, DotDimensionNumbers: lhs_ and rhs_contracting_dimensions.
+        said = [(n, numbers(v)) for n, v in fields(one.raw_dot)]
+        left, right = ([d for n, dims in said if n == at for d in dims] for at in (1, 2))
+        return left, right
+    if one.opcode != "custom-call" or not one.target.startswith(PRODUCTS):
+        return None
+    where = "gemm_backend_config", "dot_dimension_numbers"
+    left, right = (
+        [int(d) for d in _config(one, *where, f"{side}_contracting_dimensions")]
+        for side in ("lhs", "rhs")
+    )
+    return left, right
+
+
+def _sums_rows(module: Module, one: Instruction) -> bool:
+    """Whether a product sums the rows of both operands."""
+    if (summed := _summed(one)) is None:
+        return False
+    shapes = (module.instructions[operand].shape for operand in one.operands)
+    return all(len(shape.dims) - 1 not in axes for shape, axes in zip(shapes, summed, strict=False))
 
 
 def _convolution(module: Module, one: Instruction, image: int, kernel: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from jaxmem.errors import TargetError
 from jaxmem.program.collectives import Axes, Sent, sent, within
@@ -16,23 +16,8 @@ from jaxmem.program.ir import Block, Op, Transfer
 from jaxmem.program.primitives import Kind
 from jaxmem.program.trace import opened
 from jaxmem.program.weighing import Weighing
-from jaxmem.program.work import Work, moved, sums_rows, work_of
-
-
-class Working(Protocol):
-    """What is done by one operation, or by one instruction of a compiled program."""
-
-    @property
-    def flops(self) -> float: ...
-    @property
-    def nbytes(self) -> float: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def cycles(self) -> float: ...
-    @property
-    def apart(self) -> float: ...
-
+from jaxmem.program.work import moved, work_of
+from jaxmem.work import Work
 
 NO_AXES: Axes = MappingProxyType({})
 
@@ -81,12 +66,9 @@ class Rates:
     together: bool = False
     weighing: Weighing | None = None
 
-    def seconds(self, work: Working, *, rows: bool = False) -> float:
-        """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic.
-
-        ``rows`` says that it sums the rows of both operands.
-        """
-        rate = self._rate(work.dtype, self.summing_rows if rows else {})
+    def seconds(self, work: Work) -> float:
+        """Roofline time (Williams et al. 2009): the slower of arithmetic and memory traffic."""
+        rate = self._rate(work.dtype, self.summing_rows if work.rows else {})
         arithmetic = work.flops / rate + work.cycles * self.cycle_seconds
         traffic = work.nbytes / self.bytes_per_second
         return max(arithmetic, traffic) + work.apart / self.bytes_per_second
@@ -152,7 +134,7 @@ def op_seconds(op: Op, rates: Rates, axes: Axes = NO_AXES, fewer_bytes: int = 0)
         if eqn.primitive.name == "conv_general_dilated":
             computing = rates.convolution_seconds(eqn, work, parts.devices)
         else:
-            computing = rates.seconds(work, rows=sums_rows(eqn))
+            computing = rates.seconds(work)
         return computing + exchange_seconds(op, rates)
     if (passed := sent(eqn, axes)) is not None:
         return rates.collective_seconds(passed, moved(eqn).nbytes)

@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmem.attending import attended
 from jaxmem.program.ir import aval_bytes
+from jaxmem.work import Work
 
 # XLA's TopK kernel takes up to 16; above that XLA sorts (openxla/xla, topk_specializer.cc).
 _MOST_TOP_K = 16
 _CAUSAL_MASKS = frozenset([2, 3])  # CAUSAL and PADDING_CAUSAL of JAX's cuDNN MaskType
 _ROWS_FIRST = 0  # BTNH of JAX's cuDNN AttentionLayout; the other is BNTH
-
-
-class Work(NamedTuple):
-    """What an operation does.
-
-    Attributes:
-        flops: floating-point operations, 2 for each multiply-add.
-        nbytes: bytes read from and written to device memory.
-        dtype: name of the dtype that decides how fast it computes.
-        cycles: of one multiprocessor, beside the floating-point operations.
-        apart: bytes that kernels of their own read and write before or behind it.
-    """
-
-    flops: float
-    nbytes: float
-    dtype: str = "float32"
-    cycles: float = 0.0
-    apart: float = 0.0
 
 
 def work_of(eqn) -> Work | None:
@@ -52,7 +35,7 @@ def moved(eqn) -> Work:
     return Work(0.0, _nbytes(eqn.invars) + _nbytes(eqn.outvars))
 
 
-def sums_rows(eqn) -> bool:
+def _sums_rows(eqn) -> bool:
     """Whether a product sums the rows of both operands, as the gradient of a weight does."""
     if eqn.primitive.name != "dot_general":
         return False
@@ -88,7 +71,7 @@ def _computed(flops: float, eqn) -> Work:
 
 
 def _product(eqn) -> Work:
-    return _computed(arithmetic(eqn), eqn)
+    return _computed(arithmetic(eqn), eqn)._replace(rows=_sums_rows(eqn))
 
 
 def _ragged_product(eqn) -> Work:

@@ -175,7 +175,7 @@ class _Player:
         if inner.opcode == "copy-start":
             return inner.shape.parts[0].nbytes
         # A slice that is written, or read: once on either side.
-        return work_of(self.module, inner).nbytes // 2
+        return int(work_of(self.module, inner).nbytes) // 2
 
     def _longest(self, called: Sequence[int]) -> Computation:
         """The branch of which all kernels together take longest."""

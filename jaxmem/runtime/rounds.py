@@ -424,10 +424,10 @@ class _Rounds(Slack):
         for total, problem in least.undone:
             if total < smallest and not reason:
                 reason = f"{format_bytes(total)} would be possible, but {problem}"
-        reason = reason or "; ".join(self.said)
         if compiler.deadline.ran_out and not reason:
             limit = compiler.deadline.seconds
             reason = f"the time limit of {limit:g} s ended the search: a longer one may find less"
+        reason = "; ".join([*filter(None, [reason]), *self.said])
         block = compiler.block(solution)
         simulation = self.search.simulator.step(block)
         holders = describe.holders(compiler.program, self.search.nest, block, simulation)

@@ -141,8 +141,8 @@ class Target(Displayed):
             TargetError: the default device is neither a CPU nor an NVIDIA GPU.
 
         Cost:
-            The first time on a machine some seconds, at most 0.6 GiB of free device memory and
-            0.4 GiB of pinned host memory; afterwards nothing.
+            The first time on a machine some seconds, at most half of the free device memory and
+            1.5 GiB of it, and 0.4 GiB of pinned host memory; afterwards nothing.
 
         >>> Target.local().platform in ("cpu", "gpu")
         True

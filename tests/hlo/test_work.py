@@ -10,10 +10,11 @@ from jaxmem.attending import attended
 from jaxmem.hlo.module import Computation, Instruction, Module, read_module
 from jaxmem.hlo.schedule import scheduled
 from jaxmem.hlo.wire import WireError
-from jaxmem.hlo.work import Work, work_of
+from jaxmem.hlo.work import work_of
 from jaxmem.program.work import arithmetic
 from jaxmem.targets import Target
 from jaxmem.targets.compiling import compile_for
+from jaxmem.work import Work
 from tests.messages import field_bytes
 
 H200 = Target("h200")
@@ -151,7 +152,8 @@ def called(target: str, config: str, *dims: tuple[int, ...]) -> tuple[Module, In
 
 
 CONTRACTED = (
-    '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}'
+    '{"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"]}}}'
 )
 SCORES = (
     '{"cudnn_fmha_backend_config":{"mask_type":"%s",'
@@ -182,6 +184,18 @@ LONG = SCORES.replace("128", "4096")
 )
 def test_calls_of_libraries(target: str, config: str, dims, flops: int):
     assert work_of(*called(target, config, *dims)).flops == flops
+
+
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("right", [0, 1])
+def test_what_sums_the_rows_of_both_operands_is_known_in_a_compiled_program(left: int, right: int):
+    def step(a, b):
+        return jax.lax.dot_general(a, b, (((left,), (right,)), ((), ())))
+
+    found = [
+        w.rows for _, w in works(compiled(step, shaped(256, 256), shaped(256, 256))) if w.flops
+    ]
+    assert found == [left == right == 0]
 
 
 def test_attention_is_counted_in_a_compiled_program_as_in_a_traced_one():

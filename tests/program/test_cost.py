@@ -10,9 +10,10 @@ import pytest
 from jax import lax
 
 from jaxmem.program.cost import Rates, op_seconds
-from jaxmem.program.work import Work, arithmetic
+from jaxmem.program.work import arithmetic
 from jaxmem.runtime.rates import rates_of
 from jaxmem.targets import Target
+from jaxmem.work import Work
 from tests.planner.lines import program
 
 RATES = Rates({"float32": 1e12, "bfloat16": 4e12}, 1e11)
