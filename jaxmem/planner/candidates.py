@@ -21,6 +21,8 @@ from jaxmem.program.primitives import Kind, may_repeat
 _FEWEST_VALLEYS = 2
 # A forward pass shorter than this many operations is not worth a turn of its own.
 _SHORTEST_PASS = 2
+# A value is a trifle where another one is so many times as large.
+_TRIFLING = 1000
 _DOTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "scaled_matmul"])
 
 
@@ -56,6 +58,8 @@ class TurnChoices:
         tails: for each valley, the names of the values made after it; for the pair of a loop
             none, because there the turn is not where the late part starts to run.
         loops: names of whole loops made before the turn.
+        trifles: names of values that are next to nothing beside the largest, where they are not
+            stacked. To make the value of a loss again all that it sums up must stay.
     """
 
     turn: Turn
@@ -63,6 +67,7 @@ class TurnChoices:
     valleys: tuple[frozenset[str], ...]
     tails: tuple[frozenset[str], ...]
     loops: frozenset[str]
+    trifles: frozenset[str]
 
 
 def choices(nest: Nest, simulator: Simulator, times: int = 1) -> tuple[TurnChoices, ...]:
@@ -188,8 +193,14 @@ def _at_turn(
         for at, _ in found
     )
     valleys = tuple(names for _, names in found)
+    largest = max((c.nbytes for c in candidates.values()), default=0)
+    trifles = frozenset(
+        name
+        for name, c in candidates.items()
+        if nest.cut is None and c.nbytes * _TRIFLING <= largest
+    )
     return TurnChoices(
-        (block.path, turn), tuple(candidates.values()), valleys, tails, frozenset(loops)
+        (block.path, turn), tuple(candidates.values()), valleys, tails, frozenset(loops), trifles
     )
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmem.planner.facts import kept_name
+from jaxmem.planner.inplace import IN_PLACE
 from jaxmem.planner.problem import Choice, Kernel, Problem, Run
 from jaxmem.planner.problem import Turn as ProblemTurn
 from jaxmem.planner.schedule import Keep, StillKept, Turn
-from jaxmem.planner.simulate import IN_PLACE, Simulator
+from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.transfers import FEWEST_MOVED
 from jaxmem.program.ir import Block, Op, Value
 from jaxmem.program.primitives import Kind

@@ -163,7 +163,7 @@ class Level:
         reads = [v for v in given if self.made.get(v, -1) >= self.turn]
         if ordered := self._of_loop_before(index):
             waited += ordered
-            reads = reads or [v for v in given if v not in self.dropped]
+            reads = reads or self._only_read(loop, given)
         if not waited or not reads:
             return
         self.put_off.waited_for(waited)
@@ -179,25 +179,37 @@ class Level:
         self.put_off.waited_for(found)
         return found
 
+    def _only_read(self, loop: Op, given: Sequence[Value]) -> Sequence[Value]:
+        """What a loop is ``given`` and does not carry, if there is such.
+
+        XLA copies an argument that a loop carries, and would do so in front of the barrier.
+        """
+        traced = loop.origin
+        assert traced.loop is not None
+        first = traced.loop.num_consts
+        carried = set(traced.inputs[first : first + traced.loop.num_carry])
+        found = [v for v in given if v not in self.dropped]
+        return [v for v in found if v not in carried] or found
+
     def _of_loop_before(self, index: int) -> list[Value]:
-        """A result of the late loop before ``index``, where nothing else orders the two.
+        """What the late loop before ``index`` left behind, where nothing else orders the two.
 
         Of the loops of two gradients in one step, XLA ran those first that it could, and held what
-        each keeps for its backward pass: 862 MiB, and 668 in the order of the program.
+        each keeps for its backward pass: 862 MiB, and 668 in the order of the program. A result of
+        it, or what was made of one, such as the weights that are returned.
         """
         last = next((n for n in range(index - 1, self.turn - 1, -1) if self.ops[n].loop), None)
         if last is None:
             return []
-        stack, seen = [index], {index}
-        while stack:
-            made = {self.made.get(v, -1) for v in self.ops[stack.pop()].values}
-            if last in made:
-                return []
-            stack += [n for n in made if n > last and n not in seen]
-            seen |= made
-        found = [v for v in self.ops[last].outputs if v not in self.dropped]
-        left = [v for v in found if self.facts.needed_until.get(v, -1) > index]
-        return sorted(left, key=lambda v: v.nbytes)[:1]
+        after = dict.fromkeys(self.ops[last].outputs)
+        for op in self.ops[last + 1 : index]:
+            if any(v in after for v in op.values):
+                after.update(dict.fromkeys(op.outputs))
+        if any(v in after for v in self.ops[index].values):
+            return []
+        until, roots = self.facts.needed_until, self.facts.roots
+        left = [v for v in after if until.get(v, -1) > index and roots[v] == (v,)]
+        return sorted([v for v in left if v not in self.dropped], key=lambda v: v.nbytes)[:1]
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmem.planner.simulate import Simulation, Simulator, last_read, written_over
+from jaxmem.planner.inplace import last_read, written_over
+from jaxmem.planner.simulate import Simulation, Simulator
 from jaxmem.program.fusion import Fusion
 from jaxmem.program.ir import Block, Value
 

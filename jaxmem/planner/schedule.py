@@ -22,7 +22,7 @@ from jaxmem.errors import ArgumentError
 from jaxmem.planner.ahead import one_ahead
 from jaxmem.planner.decisions import IN_FLIGHT, InFlight
 from jaxmem.planner.facts import Facts
-from jaxmem.planner.inorder import in_order
+from jaxmem.planner.inorder import in_order, pieces_in_order
 from jaxmem.planner.level import Level, StillKept, Turns
 from jaxmem.planner.pairs import Halves, split_pair
 from jaxmem.planner.passes import split_in_segments
@@ -324,13 +324,16 @@ class Scheduler:
         )
         halves = Halves.of(nest.block, pair, joint, cut)
         counts = wanted.segments.get(inner.block.path)
+        tied = self.alone and not self.host and wanted.in_order
         if counts:
-            return split_in_segments(halves, counts)
+            forward, backward = split_in_segments(halves, counts)
+            if self.simulator is not None and tied:
+                backward = pieces_in_order(backward, self.simulator)
+            return forward, backward
         forward, backward = split_pair(halves)
         if self._stacks_apart:
             forward, backward = inside_apart(forward), inside_apart(backward)
-        alone = self.alone and not self.host
-        if self.simulator is not None and alone and wanted.in_order:
+        if self.simulator is not None and tied:
             backward = in_order(backward, self.simulator)
         return one_ahead(forward, backward, self.simulator)
 

@@ -37,7 +37,7 @@ def _simple_keeps(choices: Sequence[TurnChoices]) -> Iterator[tuple[str, KeptSet
 
 
 def valley_keep(choice: TurnChoices, stride: int, loops: bool, tail: bool) -> frozenset[str]:
-    """What is live in every ``stride``-th valley.
+    """What is live in every ``stride``-th valley, and trifles.
 
     With ``loops`` whole loops are kept too. With ``tail`` so is what is made after the last of
     these valleys: the backward pass starts there and would make it again at once.
@@ -46,4 +46,4 @@ def valley_keep(choice: TurnChoices, stride: int, loops: bool, tail: bool) -> fr
     names: set[str] = set().union(*(choice.valleys[v] for v in chosen))
     if tail and chosen:
         names |= choice.tails[chosen[-1]]
-    return frozenset(names | choice.loops if loops else names - choice.loops)
+    return frozenset((names | choice.loops if loops else names - choice.loops) | choice.trifles)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 
-# XLA writes out a loop of fewer turns.
+# XLA writes out a loop of fewer turns, which has no loop in it.
 SHORTEST = 3
 
 
@@ -96,6 +96,12 @@ def nest(block: Block, cut: int | None = None) -> Nest:
 def is_backward(op: Op) -> bool:
     """Whether JAX's transposition made ``op``: the backward pass of some derivative."""
     return "transpose(" in _compat.name_stack_of(op.eqn)
+
+
+def is_written_out(loop: Loop) -> bool:
+    """Whether XLA:GPU writes out the turns of a loop: it has few, and no loop in them."""
+    turns = loop.length // max(loop.unroll, 1)
+    return turns < SHORTEST and not any(op.loop is not None for op in loop.body.ops)
 
 
 def goes_by_turns(op: Op) -> bool:
@@ -207,4 +213,4 @@ def _substituted(op: Op, given: dict[Value, Atom]) -> Op:
     if not any(v in given for v in op.values):
         return op
     inputs = tuple(given.get(v, v) if isinstance(v, Value) else v for v in op.inputs)
-    return Op(op.eqn, inputs, op.outputs, op.loop)
+    return Op(op.eqn, inputs, op.outputs, op.loop, origin=op.origin)

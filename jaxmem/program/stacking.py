@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.program.ir import Op, Value, kind_of_array
-from jaxmem.program.loops import SHORTEST
+from jaxmem.program.loops import is_written_out
 from jaxmem.program.making import is_typed
 
 
@@ -37,7 +37,7 @@ def made_first(ops: Sequence[Op]) -> Collection[Value]:
 def stacks_of(op: Op) -> Sequence[Value]:
     """What a loop stacks into zeros that may not be its own; none of what XLA writes out."""
     loop = op.loop
-    if loop is None or loop.pieces or loop.apart or loop.length // max(loop.unroll, 1) < SHORTEST:
+    if loop is None or loop.pieces or loop.apart or is_written_out(loop):
         return ()
     twice = stacked_twice(op)
     return [v for v in op.outputs[loop.num_carry :] if v.nbytes and v not in twice]

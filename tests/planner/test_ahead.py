@@ -245,13 +245,13 @@ def test_what_loops_carry_is_kept_on_the_host_where_nothing_fits_without():
 
     search = Search(program(jax.grad(net), w, x), rates_of(H200))
     ((name, _),) = [(c.name, c) for members in search.carried.values() for _, c in members]
-    limit = int(0.35 * search.smallest().temp_bytes)
-    without, found = search.solve(limit), search.solve(limit, 2**36)
+    limit = int(0.9 * min(s.temp_bytes for s in search.least()))
+    assert search.solve(limit) is None
+    found = search.solve(limit, 2**36)
     assert found is not None
     assert any(name in names for names in found.offload.values())
     assert found.temp_bytes <= limit
     assert found.host_bytes >= 48 * 4096 * 256 * 4
-    assert without is None or without.seconds > found.seconds
 
 
 def test_what_loops_carry_makes_smaller_budgets_work_by_itself():

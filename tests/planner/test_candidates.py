@@ -130,3 +130,17 @@ def test_low_positions_are_no_wider_than_half_of_all(heights: list[int]):
     real = sorted(width for width in heights if width)
     assert bool(lows) == bool(real)
     assert all(heights[at] <= real[(len(real) - 1) // 2] for at in lows)
+
+
+def test_what_is_next_to_nothing_is_kept_by_every_simple_answer():
+    """To make the value of a loss again, all that it sums up would have to stay."""
+    w = [[jnp.zeros((32, 128))] * LAYERS, [jnp.zeros((128, 32))] * LAYERS]
+    told = search(jax.value_and_grad(net), w, jnp.zeros((256, 32)))
+    (choice,) = told.choices
+    assert {c.nbytes for c in choice.candidates if c.name in choice.trifles} == {4}
+    bases = told.bases()
+    simple = [s for s in bases if s.solver == "recompute per block"]
+    assert len(simple) > 4
+    assert all(choice.trifles <= s.keep[choice.turn] for s in simple)
+    untold = search(jax.grad(net), w, jnp.zeros((256, 32)))
+    assert bases[0].temp_bytes <= untold.bases()[0].temp_bytes + 8

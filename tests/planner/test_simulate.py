@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmem.planner.schedule import Scheduler
 from jaxmem.planner.simulate import Simulator
-from jaxmem.program.ir import Block, Value
+from jaxmem.program.ir import Block, Loop, Value
 from jaxmem.rewrite.emit import as_function
 from jaxmem.targets import compile_for
 from tests.planner.lines import RATES, Line, lines, program
@@ -69,7 +69,9 @@ def test_opaque_operations_are_counted_exactly(line: Line):
 
 @given(lines())
 def test_in_a_loop_body_the_results_are_temporary_too(line: Line):
-    simulation = Simulator(RATES).body(line.block, len(line.block.outputs))
+    body = line.block
+    loop = Loop(body, len(body.inputs), len(body.outputs), length=3, reverse=False, unroll=1)
+    simulation = Simulator(RATES).iteration(loop)
     expected = interpreted(line.block, outputs_are_temporary=True)
     assert list(simulation.timeline) == expected
 

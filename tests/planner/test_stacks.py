@@ -340,3 +340,23 @@ def test_as_written_zeros_are_counted_as_this_xla_makes_them():
     memory = compiled(H200, search.program, search.program.block, Hosting()).memory
     assert 0.98 < search.keep_all.temp_bytes / memory.temp_bytes < 1.02
     assert not rates_of(Target("cpu")).stacks_at_once
+
+
+def test_two_turns_with_a_loop_in_each_are_not_written_out():
+    """What such a loop stacks is made first, as of one of many turns; of plain ones it is not."""
+
+    def step(a, b):
+        def outer(rows):
+            return jax.lax.scan(lambda c, r: (jax.lax.scan(layer, c, r)[0], c), rows[0, 0], rows)
+
+        def plain(rows):
+            return jax.lax.scan(lambda c, r: (jnp.tanh(c @ r), c), rows[0], rows)
+
+        return [outer(v)[1] for v in (a, b)], [plain(v[0, :2])[1] for v in (a, b)]
+
+    shape = jax.ShapeDtypeStruct((2, 5, 8, 8), jnp.float32)
+    block = program(step, shape, shape).block
+    loops = [op for op in block.ops if op.loop is not None]
+    assert [op.loop.length for op in loops] == [2, 2, 2, 2]
+    stacked = [v for op in loops[:2] for v in op.outputs[op.loop.num_carry :]]
+    assert set(made_first(block.ops)) == set(stacked) != set()

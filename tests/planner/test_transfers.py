@@ -15,7 +15,7 @@ from jaxmem.planner.schedule import Scheduler
 from jaxmem.planner.simulate import Simulator
 from jaxmem.planner.updates import by_result
 from jaxmem.program.cost import Rates
-from jaxmem.program.ir import Block, Hosting, Op, Value
+from jaxmem.program.ir import Block, Hosting, Loop, Op, Value
 from jaxmem.program.loops import Nest
 from tests.planner.lines import OPAQUE, RATES, Line, lines, program
 from tests.planner.test_schedule import expressions
@@ -172,7 +172,8 @@ def test_in_a_loop_the_slowest_of_computing_and_links_decides():
         joint.nest, line.block.ops, wanted({("", 3): frozenset("a")}), barriers=False
     )[0]
     assert not any(op.barrier for op in body.ops)
-    assert Simulator(rates).body(body, 0).seconds == pytest.approx(max(52, 4 / 0.05, 4 / 1.0))
+    loop = Loop(body, len(body.inputs), 0, length=3, reverse=False, unroll=1)
+    assert Simulator(rates).iteration(loop).seconds == pytest.approx(max(52, 4 / 0.05, 4 / 1.0))
 
 
 def wanted(offload):

@@ -10,6 +10,7 @@ import jaxmem
 from jaxmem.hlo import wire
 from jaxmem.hlo.products import Product
 from jaxmem.planner.workspace import Workspace
+from jaxmem.program.loops import nest
 from jaxmem.runtime import laidout
 from jaxmem.runtime.workspaces import workspaces_in
 from tests.planner.lines import program
@@ -143,3 +144,22 @@ def test_nothing_is_read_of_what_a_cpu_runs(monkeypatch):
     step, *args = chain(3, 64, 32, "float32")
     plan = jaxmem.plan(step, *args, target="cpu", donate_argnums=0, progress=False)
     assert not any("can be read" in note for note in plan.notes)
+
+
+def test_products_of_a_scans_backward_iterations_have_theirs_where_plans_write_them_out():
+    """They read what forward iterations made in place of what the traced loop is handed."""
+
+    def step(w, x):
+        def net(w):
+            return (jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0] ** 2).mean()
+
+        return w - jax.grad(net)(w)
+
+    traced = program(step, shape(5, 16, 16), shape(8, 16))
+    bodies = [op.loop.body.ops for op in traced.block.ops if op.loop is not None]
+    (pair, _), *_ = nest(traced.block).pairs
+    written = [op for op in pair.joint.ops if op.name == "dot_general"]
+    assert len(written) == 3
+    assert {op.origin for op in written} == {
+        op for ops in bodies for op in ops if op.name == "dot_general"
+    }
