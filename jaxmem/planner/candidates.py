@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem import _compat
@@ -21,8 +22,9 @@ from jaxmem.program.primitives import Kind, may_repeat
 _FEWEST_VALLEYS = 2
 # A forward pass shorter than this many operations is not worth a turn of its own.
 _SHORTEST_PASS = 2
-# A value is a trifle where another one is so many times as large.
+# A value is a trifle where another one is so many times as large, and so many times all of them.
 _TRIFLING = 1000
+_TRIFLES = 100
 _DOTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "scaled_matmul"])
 
 
@@ -193,15 +195,21 @@ def _at_turn(
         for at, _ in found
     )
     valleys = tuple(names for _, names in found)
-    largest = max((c.nbytes for c in candidates.values()), default=0)
-    trifles = frozenset(
-        name
-        for name, c in candidates.items()
-        if nest.cut is None and c.nbytes * _TRIFLING <= largest
-    )
+    trifles = _trifles(candidates.values()) if nest.cut is None else frozenset[str]()
     return TurnChoices(
         (block.path, turn), tuple(candidates.values()), valleys, tails, frozenset(loops), trifles
     )
+
+
+def _trifles(candidates: Collection[Candidate]) -> frozenset[str]:
+    """The names of those that are next to nothing beside the largest, all of them together, too."""
+    largest = max((c.nbytes for c in candidates), default=0)
+    small = sorted(
+        [c for c in candidates if c.nbytes * _TRIFLING <= largest], key=lambda c: c.nbytes
+    )
+    totals = itertools.accumulate([c.nbytes for c in small])
+    pairs = zip(small, totals, strict=True)
+    return frozenset([c.name for c, total in pairs if total * _TRIFLES <= largest])
 
 
 def group_of(path: str, turn: int, op: Op, value: Value) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -102,18 +103,19 @@ def written_over(
 def carried_on(loop: Loop) -> set[Value]:
     """What a loop carries that a loop inside it carries on: it stays in one place all the time.
 
-    Where nothing reads what the inner one began with any more.
+    Where nothing else reads what the inner one began with, nor the inner one a second time: XLA
+    copies it for those.
     """
     body = loop.body
     carries = body.inputs[loop.num_consts :][: loop.num_carry]
     into = dict(zip(carries, body.outputs, strict=False))
-    last = {v: index for index, op in enumerate(body.ops) for v in op.values}
+    read = Counter(atom for op in body.ops for atom in op.inputs if isinstance(atom, Value))
     found: set[Value] = set()
-    for index, op in enumerate(body.ops):
+    for op in body.ops:
         if op.loop is None:
             continue
         begun = op.inputs[op.loop.num_consts :][: op.loop.num_carry]
         for given, result in zip(begun, op.outputs, strict=False):
-            if isinstance(given, Value) and into.get(given) is result and last[given] == index:
+            if isinstance(given, Value) and into.get(given) is result and read[given] == 1:
                 found.add(result)
     return found

@@ -207,9 +207,9 @@ class Level:
                 after.update(dict.fromkeys(op.outputs))
         if any(v in after for v in self.ops[index].values):
             return []
-        until, roots = self.facts.needed_until, self.facts.roots
-        left = [v for v in after if until.get(v, -1) > index and roots[v] == (v,)]
-        return sorted([v for v in left if v not in self.dropped], key=lambda v: v.nbytes)[:1]
+        gone, until, roots = self.dropped | self.leaving, self.facts.read_until, self.facts.roots
+        left = [v for v in after if v not in gone and until.get(v, -1) > index]
+        return sorted([v for v in left if roots[v] == (v,)], key=lambda v: v.nbytes)[:1]
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""

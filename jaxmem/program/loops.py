@@ -99,9 +99,9 @@ def is_backward(op: Op) -> bool:
 
 
 def is_written_out(loop: Loop) -> bool:
-    """Whether XLA:GPU writes out the turns of a loop: it has few, and no loop in them."""
+    """Whether XLA:GPU writes out the turns of a loop: it has one, or few and no loop in them."""
     turns = loop.length // max(loop.unroll, 1)
-    return turns < SHORTEST and not any(op.loop is not None for op in loop.body.ops)
+    return turns < 2 or (turns < SHORTEST and all(op.loop is None for op in loop.body.ops))
 
 
 def goes_by_turns(op: Op) -> bool:

@@ -144,3 +144,20 @@ def test_what_is_next_to_nothing_is_kept_by_every_simple_answer():
     assert all(choice.trifles <= s.keep[choice.turn] for s in simple)
     untold = search(jax.grad(net), w, jnp.zeros((256, 32)))
     assert bases[0].temp_bytes <= untold.bases()[0].temp_bytes + 8
+
+
+def test_many_trifles_are_none():
+    """All of them together are next to nothing beside the largest, too: as many as that allows."""
+
+    def net(w, x):
+        y = x[:8]
+        for row in w:
+            y = jnp.tanh(jnp.sort(y) * row)
+        return (jnp.sort(jnp.tile(y, 1024)) ** 2).sum() + (x**2).sum()
+
+    (choice,) = search(jax.grad(net), list(jnp.zeros((300, 8))), jnp.zeros(1024)).choices
+    small = [c.nbytes for c in choice.candidates if c.nbytes < 100]
+    largest = max(c.nbytes for c in choice.candidates)
+    assert sum(small) > largest / 100
+    kept = sum(c.nbytes for c in choice.candidates if c.name in choice.trifles)
+    assert largest / 200 < kept <= largest / 100

@@ -55,6 +55,14 @@ def together(a, b, x, z):
     return a - grads[0], b - grads[1]
 
 
+def summed(a, b, x, z):
+    """What is made of the first gradient's sum is not made before the second net needs it."""
+    grad_a = jax.grad(loss)(a, x)
+    total = jnp.tanh(grad_a.sum((0, 1)))
+    grad_b = jax.grad(loss)(b, z)
+    return b - grad_b * total, x
+
+
 STEPS = (told, at_once, chained, together, twins, generative)
 
 
@@ -118,6 +126,15 @@ def test_a_tie_keeps_nothing_alive_and_copies_nothing(step):
         (tie,) = [op for op in ties(written) if weights in op.values]
         assert start not in tie.values
         assert set(tie.values) - {weights} < later
+
+
+@pytest.mark.parametrize("step", [*STEPS[:-1], summed])
+def test_every_result_of_a_tie_is_read(step):
+    """Or XLA drops it, and the order with it."""
+    for written in written_out(search_of(step, 9, 8, 16)):
+        read = {v for op in written.ops for v in op.values}
+        read |= {v for v in written.outputs if isinstance(v, Value)}
+        assert all(v in read for op in ties(written) for v in op.outputs)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -13,7 +13,8 @@ from jaxmem.planner.schedule import Scheduler
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.ir import Block, Loop, Value
 from jaxmem.rewrite.emit import as_function
-from jaxmem.targets import compile_for
+from jaxmem.runtime.rates import rates_of
+from jaxmem.targets import Target, compile_for
 from tests.planner.lines import RATES, Line, lines, program
 
 SIDE = 512
@@ -271,3 +272,38 @@ def test_rows_of_stacks_are_copied_where_nothing_element_wise_writes_or_reads_th
     added = seconds(lambda c, w, s: (c @ w + s, None), xs)
     written = seconds(lambda c, w, _: (c @ w + 1.0, None))
     assert added - written == pytest.approx(one), "read where it is added, and not copied"
+
+
+def carried_on(c, ws):
+    return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), c, ws)[0], None
+
+
+def as_a_constant_too(c, ws):
+    return lax.scan(lambda y, w: (jnp.tanh(y @ w) + c, None), c, ws)[0], None
+
+
+def read_later(c, ws):
+    before = c * 2 + 1
+    after = lax.scan(lambda y, w: (jnp.tanh(y @ w), None), c, ws)[0]
+    return after, (before * after).sum()
+
+
+def renamed_and_read_later(c, ws):
+    before = c.reshape(-1)
+    after = lax.scan(lambda y, w: (jnp.tanh(y @ w), None), c, ws)[0]
+    return after, (before * after.reshape(-1)).sum()
+
+
+@pytest.mark.parametrize(
+    "outer", [carried_on, as_a_constant_too, read_later, renamed_and_read_later]
+)
+def test_what_an_inner_loop_carries_on_stays_where_it_is_unless_it_is_read_again(outer):
+    """As it compiles for an absent GPU."""
+
+    def step(x, ws):
+        return lax.scan(outer, x, ws)
+
+    given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2**16, 64), (3, 4, 64, 64))]
+    simulated = Simulator(rates_of(Target("h200"))).step(program(step, *given).block)
+    made = compile_for("h200", step, given).memory
+    assert simulated.temp_bytes == pytest.approx(made.temp_bytes, rel=0.02)

@@ -345,14 +345,14 @@ def test_as_written_zeros_are_counted_as_this_xla_makes_them():
 def test_two_turns_with_a_loop_in_each_are_not_written_out():
     """What such a loop stacks is made first, as of one of many turns; of plain ones it is not."""
 
+    def outer_of(rows):
+        return jax.lax.scan(lambda c, r: (jax.lax.scan(layer, c, r)[0], c), rows[0, 0], rows)[1]
+
+    def plain_of(rows):
+        return jax.lax.scan(lambda c, r: (jnp.tanh(c @ r), c), rows[0], rows)[1]
+
     def step(a, b):
-        def outer(rows):
-            return jax.lax.scan(lambda c, r: (jax.lax.scan(layer, c, r)[0], c), rows[0, 0], rows)
-
-        def plain(rows):
-            return jax.lax.scan(lambda c, r: (jnp.tanh(c @ r), c), rows[0], rows)
-
-        return [outer(v)[1] for v in (a, b)], [plain(v[0, :2])[1] for v in (a, b)]
+        return [outer_of(v) for v in (a, b)], [plain_of(v[0, :2]) for v in (a, b)]
 
     shape = jax.ShapeDtypeStruct((2, 5, 8, 8), jnp.float32)
     block = program(step, shape, shape).block
@@ -360,3 +360,6 @@ def test_two_turns_with_a_loop_in_each_are_not_written_out():
     assert [op.loop.length for op in loops] == [2, 2, 2, 2]
     stacked = [v for op in loops[:2] for v in op.outputs[op.loop.num_carry :]]
     assert set(made_first(block.ops)) == set(stacked) != set()
+    one = jax.ShapeDtypeStruct((1, 5, 8, 8), jnp.float32)
+    block = program(lambda a, b: [outer_of(v) for v in (a, b)], one, one).block
+    assert not made_first(block.ops), "of one turn there is no loop"
