@@ -192,24 +192,26 @@ class Level:
         return [v for v in found if v not in carried] or found
 
     def _of_loop_before(self, index: int) -> list[Value]:
-        """What the late loop before ``index`` left behind, where nothing else orders the two.
+        """Something that the nearest late loop before ``index`` left, where nothing orders the two.
 
         Of the loops of two gradients in one step, XLA ran those first that it could, and held what
         each keeps for its backward pass: 862 MiB, and 668 in the order of the program. A result of
         it, or what was made of one, such as the weights that are returned.
         """
-        last = next((n for n in range(index - 1, self.turn - 1, -1) if self.ops[n].loop), None)
-        if last is None:
-            return []
-        after = dict.fromkeys(self.ops[last].outputs)
-        for op in self.ops[last + 1 : index]:
-            if any(v in after for v in op.values):
-                after.update(dict.fromkeys(op.outputs))
-        if any(v in after for v in self.ops[index].values):
-            return []
         gone, until, roots = self.dropped | self.leaving, self.facts.read_until, self.facts.roots
-        left = [v for v in after if v not in gone and until.get(v, -1) > index]
-        return sorted([v for v in left if roots[v] == (v,)], key=lambda v: v.nbytes)[:1]
+        for last in range(index - 1, self.turn - 1, -1):
+            if self.ops[last].loop is None:
+                continue
+            after = dict.fromkeys(self.ops[last].outputs)
+            for op in self.ops[last + 1 : index]:
+                if any(v in after for v in op.values):
+                    after.update(dict.fromkeys(op.outputs))
+            if any(v in after for v in self.ops[index].values):
+                return []
+            left = [v for v in after if v not in gone and until.get(v, -1) > index]
+            if found := [v for v in left if roots[v] == (v,)]:
+                return [min(found, key=lambda v: v.nbytes)]
+        return []
 
     def _now(self, value: Value) -> Value:
         """What stands for ``value`` from here on: itself, its latest copy, or behind a barrier."""
