@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.program.fusion import Fusion
@@ -69,6 +69,15 @@ def ends_of(ops: Sequence[Op], fusion: Fusion, outputs: Sequence[Atom]) -> dict[
     returned = [root for v in outputs if isinstance(v, Value) for root in roots[v]]
     ends.update({root: len(ops) - 1 for root in returned if root in ends})
     return ends
+
+
+def dying_at(ends: Mapping[Value, int], kept_out: Collection[Value]) -> dict[int, list[Value]]:
+    """The buffers that die at each operation, by their ``ends``; none of those ``kept_out``."""
+    dying: dict[int, list[Value]] = {}
+    for value, end in ends.items():
+        if value not in kept_out:
+            dying.setdefault(end, []).append(value)
+    return dying
 
 
 def last_read(block: Block, fusion: Fusion, inputs: Sequence[Value]) -> dict[Value, int]:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxmem.planner.inplace import carried_on, ends_of, kernels_of, written_over
+from jaxmem.planner.inplace import carried_on, dying_at, ends_of, kernels_of, written_over
 from jaxmem.planner.links import Links
 from jaxmem.planner.workspace import Workspace
 from jaxmem.program.cost import Rates, exchange_seconds, op_seconds
@@ -72,8 +72,8 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """What is special to a line that is a loop's iteration, or what is called.
+class _Within:
+    """What is special to a line inside an operation: a loop's iteration, or what is called.
 
     Attributes:
         written: results that are rows of an array, which is not of the line.
@@ -143,9 +143,9 @@ class Simulator:
         if known is None:
             carried = loop.num_carry - loop.filled
             rows = frozenset(body.inputs[loop.num_consts + loop.num_carry :])
-            turn = _Turn(body.outputs[carried:], rows)
+            within = _Within(body.outputs[carried:], rows)
             held = carried_on(loop)
-            found = self._run(body.inputs, body.ops, body.outputs[:carried], held, turn)
+            found = self._run(body.inputs, body.ops, body.outputs[:carried], held, within)
             known = self._bodies[id(body)] = (body, found)
         return known[1]
 
@@ -153,7 +153,7 @@ class Simulator:
         """Simulate what an operation calls: its results are temporary."""
         known = self._bodies.get(id(block))
         if known is None:
-            found = self._run(block.inputs, block.ops, block.outputs, set(), _Turn())
+            found = self._run(block.inputs, block.ops, block.outputs, set(), _Within())
             known = self._bodies[id(block)] = (block, found)
         return known[1]
 
@@ -163,18 +163,15 @@ class Simulator:
         ops: Sequence[Op],
         outputs: Sequence[Atom],
         held: set[Value],
-        turn: _Turn | None = None,
+        within: _Within | None = None,
         closely: bool = False,
     ) -> Simulation:
-        written, rows = (turn.written, turn.rows) if turn else ((), frozenset[Value]())
+        written, rows = (within.written, within.rows) if within else ((), frozenset[Value]())
         fusion = self._fuse(inputs, ops, outputs, closely, weighed=True)
         roots, kinds = fusion.roots, fusion.kinds
         ends = ends_of(ops, fusion, (*outputs, *written))
         kept_out = {root for value in held for root in roots[value]}
-        dying: dict[int, list[Value]] = {}
-        for value, end in ends.items():
-            if value not in kept_out:
-                dying.setdefault(end, []).append(value)
+        dying = dying_at(ends, kept_out)
         seconds, timeline = 0.0, []
         live = _bytes_of(v for v in fusion.early if v not in kept_out)
         replaced: dict[Value, int] = {}
@@ -195,9 +192,11 @@ class Simulator:
                     replaced.update(dict.fromkeys(over, index))
                     shared.update(over)
             if kind is Kind.OPAQUE:
-                there = [v for v in made if v not in kept_out]
-                read = rows and rows.intersection(r for v in op.values for r in roots[v])
-                now += self.working_bytes(op) + self._beside(op, there, dead or (), read)
+                now += self.working_bytes(op)
+                if (room := self.workspaces.get(op.origin)) is not None:
+                    there = [v for v in made if v not in kept_out]
+                    read = rows.intersection(r for v in op.values for r in roots[v])
+                    now += _beside(room, there, dead or (), read)
             timeline.append(now)
             if dead:
                 live -= sum([v.nbytes for v in dead])
@@ -206,7 +205,7 @@ class Simulator:
         ends.update({value: index - 1 for value, index in replaced.items()})
         host_bytes = 0
         if any(op.transfer or op.loop is not None for op in ops):
-            seconds = self._with_transfers(ops, fusion, seconds, turn is not None)
+            seconds = self._with_transfers(ops, fusion, seconds, within is not None)
             host_bytes = self._host_bytes(ops, (*outputs, *written))
         return Simulation(
             peak,
@@ -302,21 +301,6 @@ class Simulator:
                 self._inner[op.origin] = known
         return known
 
-    def _beside(
-        self, op: Op, made: Sequence[Value], dead: Sequence[Value], rows: Collection[Value]
-    ) -> int:
-        """Bytes of its workspace over what is there while ``op`` runs.
-
-        Beside the parts of a product that is split are the ``rows`` that it reads, which XLA takes
-        out of what a loop goes through. Of other products these are not counted: their
-        number at any time is up to XLA's order, and a transformer came to 4% too much with all.
-        """
-        workspace = self.workspaces.get(op.origin) if self.workspaces else None
-        if workspace is None:
-            return 0
-        beside = workspace.beside(_bytes_of(made), _bytes_of(dead))
-        return beside + (_bytes_of(rows) if workspace.parts_bytes else 0)
-
     def inside(self, op: Op) -> tuple[Block, Simulation] | None:
         """The block inside ``op`` that needs the most bytes: a loop's body, one of its calls."""
         if op.loop is not None:
@@ -381,3 +365,16 @@ def _waited(op: Op, made: Sequence[Value], fusion: Fusion) -> Iterable[Value]:
     if op.barrier:
         return [v for v in op.values if v.host]
     return {root for v in op.values for root in fusion.roots[v]} if made else ()
+
+
+def _beside(
+    workspace: Workspace, made: Sequence[Value], dead: Sequence[Value], rows: Collection[Value]
+) -> int:
+    """Bytes of an operation's workspace over what is there while it runs.
+
+    Beside the parts of a product that is split are the ``rows`` that it reads, which XLA takes out
+    of what a loop goes through. Of other products these are not counted: their number at any time
+    is up to XLA's order, and a transformer came to 4% too much with all.
+    """
+    beside = workspace.beside(_bytes_of(made), _bytes_of(dead))
+    return beside + (_bytes_of(rows) if workspace.parts_bytes else 0)
