@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from jaxmem.planner.simulate import Simulator
 from jaxmem.program.fusion import Fusion
-from jaxmem.program.ir import Atom, Block, Loop, Op, Value, has_transfers
+from jaxmem.program.ir import Atom, Block, Op, Value, has_transfers
 from jaxmem.program.primitives import Kind
 
 # Whose barriers these are; nothing is computed again behind them.
@@ -42,7 +42,7 @@ def in_order(scan: Op, simulator: Simulator) -> Op:
     tied = replace(loop, body=_tied(line, ties), rewritten=True)
     if simulator.iteration(tied).temp_bytes > iteration.temp_bytes:
         return scan
-    return _with(scan, tied)
+    return scan.with_loop(tied)
 
 
 def pieces_in_order(scan: Op, simulator: Simulator) -> Op:
@@ -54,17 +54,13 @@ def pieces_in_order(scan: Op, simulator: Simulator) -> Op:
             return op
         if any(inner.loop is not None for inner in loop.body.ops):
             body = replace(loop.body, ops=tuple(map(inside, loop.body.ops)))
-            return _with(op, replace(loop, body=body))
+            return op.with_loop(replace(loop, body=body))
         return in_order(op, simulator)
 
     loop = scan.loop
     assert loop is not None and loop.pieces is not None
     pieces = replace(loop.pieces, ops=tuple(map(inside, loop.pieces.ops)))
-    return _with(scan, replace(loop, pieces=pieces))
-
-
-def _with(op: Op, loop: Loop) -> Op:
-    return Op(op.eqn, op.inputs, op.outputs, loop, op.recompute, origin=op.origin)
+    return scan.with_loop(replace(loop, pieces=pieces))
 
 
 def is_tied(block: Block) -> bool:

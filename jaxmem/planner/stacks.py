@@ -32,11 +32,11 @@ def inside_apart(op: Op) -> Op:
     if body is op.loop.body:
         return op
     loop = replace(op.loop, body=body, rewritten=True)
-    return Op(op.eqn, op.inputs, op.outputs, loop, op.recompute, origin=op.origin)
+    return op.with_loop(loop)
 
 
 def _apart(op: Op) -> Op:
     if op.loop is None or not may_stack_apart(op):
         return op
     loop = replace(op.loop, apart=True, rewritten=True)
-    return Op(op.eqn, op.inputs, op.outputs, loop, op.recompute, origin=op.origin)
+    return op.with_loop(loop)

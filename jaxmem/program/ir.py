@@ -82,6 +82,11 @@ class Op:
             return "device_put"
         return "optimization_barrier" if self.barrier else self.eqn.primitive.name
 
+    def with_loop(self, loop: Loop) -> Op:
+        """The same operation around a loop that is written otherwise."""
+        made = (self.eqn, self.inputs, self.outputs, loop, self.recompute, self.barrier)
+        return Op(*made, self.origin, self.transfer)
+
     def __repr__(self) -> str:
         return f"Op({self.name}: {len(self.inputs)} -> {len(self.outputs)})"
 

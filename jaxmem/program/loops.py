@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxmem import _compat
 from jaxmem.program.ir import Atom, Block, Loop, Op, Value
 
-# XLA writes out a loop of fewer turns, which has no loop in it.
-SHORTEST = 3
+# Loops of fewer turns are left as they are: too short to do anything a turn ahead.
+_SHORTEST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +99,8 @@ def is_backward(op: Op) -> bool:
 
 
 def is_written_out(loop: Loop) -> bool:
-    """Whether XLA:GPU writes out the turns of a loop: it has one, or few and no loop in them."""
-    turns = loop.length // max(loop.unroll, 1)
-    return turns < 2 or (turns < SHORTEST and all(op.loop is None for op in loop.body.ops))
+    """Whether nothing is left of a loop when it is compiled, as it has one turn."""
+    return loop.length // max(loop.unroll, 1) < 2
 
 
 def goes_by_turns(op: Op) -> bool:
@@ -110,7 +109,7 @@ def goes_by_turns(op: Op) -> bool:
     if loop is None or loop.step or loop.filled or loop.pieces or loop.unroll != 1:
         return False
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in op.outputs)
-    return loop.length >= SHORTEST and not keys
+    return loop.length >= _SHORTEST and not keys
 
 
 def _pairs(block: Block, cut: int | None) -> Iterator[Pair]:

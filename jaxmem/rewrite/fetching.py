@@ -60,7 +60,7 @@ def _fetching(op: Op, waiting: frozenset[Value]) -> Op:
     if not ahead:
         return op
     loop = replace(loop, ahead=ahead, rewritten=True)
-    return Op(op.eqn, op.inputs, op.outputs, loop, op.recompute, op.barrier, op.origin, op.transfer)
+    return op.with_loop(loop)
 
 
 def run_fetching(

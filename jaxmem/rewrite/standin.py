@@ -43,7 +43,7 @@ def without_callbacks(block: Block) -> Block:
             ops.extend(_zero_op(value) for value in op.outputs)
         elif op.loop is not None and has_callbacks(op.loop.body):
             loop = replace(op.loop, body=without_callbacks(op.loop.body), rewritten=True)
-            ops.append(Op(op.eqn, op.inputs, op.outputs, loop, op.recompute, origin=op.origin))
+            ops.append(op.with_loop(loop))
         elif op.loop is None and not (op.barrier or op.transfer) and _holds(op.eqn):
             eqn = _without(op.eqn)
             ops.append(Op(eqn, op.inputs, op.outputs, None, op.recompute, origin=op.origin))

@@ -242,7 +242,7 @@ def test_loops_that_xla_writes_out_stack_into_nothing(length):
 
     assert not made_first(program(unrolled, *arguments(24, 8, 16)).block.ops)
     short = program(twins, *arguments(length, 8, 16)).block
-    assert bool(made_first(short.ops)) == (length == 3)
+    assert bool(made_first(short.ops)) == (length > 1)
 
 
 def rnn(ws, us, x):
@@ -342,24 +342,24 @@ def test_as_written_zeros_are_counted_as_this_xla_makes_them():
     assert not rates_of(Target("cpu")).stacks_at_once
 
 
-def test_two_turns_with_a_loop_in_each_are_not_written_out():
-    """What such a loop stacks is made first, as of one of many turns; of plain ones it is not."""
+def two_deep(a, b, x, z):
+    """Twins whose layers are loops, too."""
 
-    def outer_of(rows):
-        return jax.lax.scan(lambda c, r: (jax.lax.scan(layer, c, r)[0], c), rows[0, 0], rows)[1]
+    def loss(w, x):
+        def outer(y, ws):
+            return jax.lax.scan(layer, y, ws)[0], None
 
-    def plain_of(rows):
-        return jax.lax.scan(lambda c, r: (jnp.tanh(c @ r), c), rows[0], rows)[1]
+        return jnp.square(jax.lax.scan(outer, x, w.reshape(2, -1, *w.shape[1:]))[0]).mean()
 
-    def step(a, b):
-        return [outer_of(v) for v in (a, b)], [plain_of(v[0, :2]) for v in (a, b)]
+    return a - jax.grad(loss)(a, x), b - jax.grad(loss)(b, z)
 
-    shape = jax.ShapeDtypeStruct((2, 5, 8, 8), jnp.float32)
-    block = program(step, shape, shape).block
-    loops = [op for op in block.ops if op.loop is not None]
-    assert [op.loop.length for op in loops] == [2, 2, 2, 2]
-    stacked = [v for op in loops[:2] for v in op.outputs[op.loop.num_carry :]]
-    assert set(made_first(block.ops)) == set(stacked) != set()
-    one = jax.ShapeDtypeStruct((1, 5, 8, 8), jnp.float32)
-    block = program(lambda a, b: [outer_of(v) for v in (a, b)], one, one).block
-    assert not made_first(block.ops), "of one turn there is no loop"
+
+@pytest.mark.skipif(not STACKS_MADE_AT_ONCE, reason="this XLA makes zeros when a loop starts")
+@pytest.mark.parametrize(("step", "layers"), [(twins, 2), (generative, 2), (two_deep, 8)])
+def test_two_turns_are_enough_for_stacks_that_are_made_first(step, layers):
+    """Of one turn no loop is left, and nothing that it stacks into."""
+    sizes = layers, 256, 16384
+    search = search_of(step, *sizes, rates=rates_of(H200))
+    made = compiled(H200, search.program, search.program.block, Hosting()).memory.temp_bytes
+    assert made_first(search.program.block.ops)
+    assert search.keep_all.temp_bytes == pytest.approx(made, rel=0.05)
