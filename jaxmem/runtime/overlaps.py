@@ -33,8 +33,11 @@ class Overlaps(Tries):
         super().__init__(compiler, budget, report)
         self.overlapped: set[frozenset] = set()
 
-    def compile(self, name: str, limit: int, solution: Solution) -> Attempt:
-        """Compile a solution, twice where it has room for overlaps and does not fit with them."""
+    def compile(self, name: str, limit: int, solution: Solution) -> Attempt | None:
+        """Compile a solution, twice where it has room for overlaps and does not fit with them.
+
+        ``None`` where XLA cannot compile it, which the plan, or the error, will say.
+        """
         near = self.compiler.is_near(self.predicted(solution))
         reserved = 0 if self.fitting else self.reserved
         # Whatever its room is, what can be compiled only once must take the least.
@@ -43,11 +46,13 @@ class Overlaps(Tries):
             return self._recorded(name, limit, solution)
         self.overlapped.add(solution.key)
         before, attempt = (self.scale, self.closer), self._recorded(name, limit, solution)
-        over = attempt.compiled.memory.total_bytes > self.budget and not attempt.problem
+        if attempt is None or attempt.problem:
+            return attempt
+        over = attempt.compiled.memory.total_bytes > self.budget
         if over and self.compiler.may_take_less(solution):
             self.compiler.alone, (self.scale, self.closer) = True, before
             self.announce(solution)
-            attempt = self._recorded(f"{name}, {ALONE}", limit, solution)
+            return self._recorded(f"{name}, {ALONE}", limit, solution) or attempt
         return attempt
 
     def overlap(self) -> None:
@@ -59,13 +64,17 @@ class Overlaps(Tries):
         if not self.compiler.may_take_less(chosen.solution):
             return
         self.announce(chosen.solution)
-        attempt = self.compiler.attempt(chosen.solution)
+        attempt = self.attempted(f"a program ({OVERLAPPING})", chosen.solution)
+        if attempt is None:
+            return
         predicted, total = chosen.predicted_bytes, attempt.compiled.memory.total_bytes
         self.note(OVERLAPPING, predicted, predicted, attempt.compiled, attempt.problem)
         if total <= self.budget and not attempt.problem:
             self.fitting[self.fitting.index(chosen)] = replace(chosen, compiled=attempt.compiled)
 
-    def _recorded(self, name: str, limit: int, solution: Solution) -> Attempt:
-        attempt = self.compiler.attempt(solution)
-        self.record(name, limit, attempt)
+    def _recorded(self, name: str, limit: int, solution: Solution) -> Attempt | None:
+        attempt = self.attempted(f"a program ({name})", solution)
+        self.tried.add(solution.key)
+        if attempt is not None:
+            self.record(name, limit, attempt)
         return attempt

@@ -17,13 +17,13 @@ from jaxmem.runtime.host import MOST_SMALLEST, OnHost
 from jaxmem.runtime.planned import Chosen
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.slack import Slack
-from jaxmem.runtime.tries import MOST_COMPILES, Outcome
+from jaxmem.runtime.tries import Outcome
 from jaxmem.targets.compiling import Compiled, most_bytes
 from jaxmem.targets.options import memory_schedules
 from jaxmem.units import format_bytes
 
 # Names of rounds.
-FIRST_GUESS, TRIAL = "first guess", "smallest, scheduled for"
+FIRST_GUESS, TRIAL, WITH_HOST = "first guess", "smallest, scheduled for", "with host memory"
 # As written (twice on a CPU and over GPUs), the smallest program (on a CPU once more with other
 # options), searches, and what is left for the smallest programs, which are the same whatever the
 # budget is: so the smallest budget that an error names is always reached.
@@ -167,8 +167,7 @@ class _Rounds(Slack):
         enough = gained >= max(_CLEARLY * least, _FEWEST_SECONDS)
         if solution is None or not enough or self.compiler.deadline.ran_out:
             return self.outcome_of(written)
-        with self.unless_xla_fails(f"a program predicted {gained / least:.1%} quicker"):
-            self._try(solution, limit, "search")
+        self._try(solution, limit, "search")
         if not self.fitting:
             return self.outcome_of(written)
         self.overlap()
@@ -279,16 +278,13 @@ class _Rounds(Slack):
         limit, fits, too_much = int(room / self.scale * _AIM), 0, 0
         for _ in range(self.searches):
             solution = self.search.solve(limit, self.host_bytes or 0)
-            left = MOST_COMPILES - reserved - len(self.rounds) - self.spent
-            hopeless = left <= 0 and not self.fitting
-            if solution is None or solution.key in self.tried or hopeless:
+            if solution is None or solution.key in self.tried or self._ends_with(solution):
                 return
-            on_gpu = self.compiler.target.platform == "gpu"
-            if on_gpu and self.fitting and solution.seconds >= self.best().cost[0]:
-                return  # More room is of no use; on a CPU one more compile predicts better.
             self.announce(solution)
             predicted = self.predicted(solution)
             attempt = self.compile("search", limit, solution)
+            if attempt is None:
+                return
             memory = attempt.compiled.memory
             used, fitted = memory.temp_bytes, memory.total_bytes <= self.budget
             if fitted and attempt.problem:
@@ -308,6 +304,14 @@ class _Rounds(Slack):
                 limit = int(too_much * room / max(used, 1) * _AIM)
             if fits and too_much and not fits < limit < too_much:
                 limit = (fits + too_much) // 2
+
+    def _ends_with(self, solution: Solution) -> bool:
+        """Whether a search is over: no compiles are left for it, or its result is of no use."""
+        if not self.fitting:
+            return self.left() <= self.reserved
+        # More room is of no use; on a CPU one more compile predicts better.
+        on_gpu = self.compiler.target.platform == "gpu"
+        return on_gpu and solution.seconds >= self.best().cost[0]
 
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
@@ -389,16 +393,14 @@ class _Rounds(Slack):
     def _attempt_with_host(self, solution: Solution) -> None:
         self.announce(solution)
         hosted = self.compiler.program.host_bytes(self.compiler.hosting(solution))
-        self.tried.add(solution.key)
-        with self.unless_xla_fails("a program with host memory"):
-            self.compile("with host memory", self.budget - self.fixed + hosted, solution)
+        self.compile(WITH_HOST, self.budget - self.fixed + hosted, solution)
 
     def _smallest_with_host(self) -> list[tuple[int, Solution | None]]:
         """What the smallest programs with as much as possible in host memory compile to."""
         smallest = self.host.smallest() if self.host.allowed else []
         attempts = []
         for solution in smallest:
-            with self.unless_xla_fails("a program with host memory"):
+            with self.unless_xla_fails(f"a program ({WITH_HOST})"):
                 attempts.append(self.compiler.attempt_least(solution))
         return [(a.compiled.memory.total_bytes, a.solution) for a in attempts if not a.problem]
 

@@ -56,9 +56,12 @@ class Slack(Sooner):
         solution, compiler = asked.solution, self.compiler
         assert solution is not None
         self.announce(solution)
-        attempt = compiler.attempt(solution, options=compiler.options_of(asked.compiled))
-        compiled, nbytes = attempt.compiled, asked.predicted_bytes
         name = f"{1e3 * solution.slack_seconds:g} ms a copy"
+        options = compiler.options_of(asked.compiled)
+        attempt = self.attempted(f"a program ({name})", solution, options)
+        if attempt is None:
+            return None
+        compiled, nbytes = attempt.compiled, asked.predicted_bytes
         self.note(name, nbytes, nbytes, compiled, attempt.problem)
         if compiled.memory.total_bytes > self.budget or attempt.problem:
             return None

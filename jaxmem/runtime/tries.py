@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -96,6 +96,14 @@ class Tries:
             said = f"{what} did not compile: {str(error).splitlines()[0][:200]}"
             if said not in self.said:
                 self.said.append(said)
+
+    def attempted(
+        self, what: str, solution: Solution, options: Mapping[str, str] | None = None
+    ) -> Attempt | None:
+        """A solution, compiled and checked; ``None`` where XLA cannot compile it, which is said."""
+        with self.unless_xla_fails(what):
+            return self.compiler.attempt(solution, options=options)
+        return None
 
     def left(self) -> int:
         """How many compiles are left, by the lines."""

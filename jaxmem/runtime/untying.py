@@ -9,10 +9,8 @@ compiled without them as well, which is taken where it takes no more than 1% mor
 
 from __future__ import annotations
 
-from jaxmem.planner.fill import Solution
 from jaxmem.planner.inorder import is_tied
 from jaxmem.planner.retimed import retimed
-from jaxmem.runtime.compiler import Attempt
 from jaxmem.runtime.exposed import exposed
 from jaxmem.runtime.overlaps import Overlaps
 from jaxmem.runtime.planned import Chosen
@@ -37,7 +35,11 @@ class Untying(Overlaps):
             return
         free = retimed(compiler.search, solution, in_order=False)
         self.announce(free)
-        attempt = self._attempted(free, chosen)
+        pinned = compiler.search.pinned
+        attempt = self.attempted(
+            f"a program ({UNTIED})", free, compiler.options_of(chosen.compiled)
+        )
+        compiler.search.pinned = pinned  # What comes of it changes nothing else.
         if attempt is None:
             return
         predicted, total = chosen.predicted_bytes, attempt.compiled.memory.total_bytes
@@ -51,13 +53,3 @@ class Untying(Overlaps):
             self.fitting.append(found)
         elif found.cost[0] <= chosen.cost[0]:
             self.fitting[self.fitting.index(chosen)] = found
-
-    def _attempted(self, free: Solution, chosen: Chosen) -> Attempt | None:
-        """It, compiled as the program that is chosen; what comes of it changes nothing else."""
-        compiler, pinned = self.compiler, self.compiler.search.pinned
-        try:
-            with self.unless_xla_fails("without ties between gradients it"):
-                return compiler.attempt(free, options=compiler.options_of(chosen.compiled))
-        finally:
-            compiler.search.pinned = pinned
-        return None

@@ -174,6 +174,25 @@ def test_what_does_not_compile_leaves_a_step_that_fits_as_it_is_written(monkeypa
     assert any("did not compile: INTERNAL: no kernel found" in note for note in plan.notes)
 
 
+def test_where_xla_cannot_compile_a_search_the_smallest_programs_are_tried(compiler, monkeypatch):
+    attempt, failed = Compiler.attempt, []
+
+    def failing(self, solution, **options):
+        if not failed:
+            failed.append(solution)
+            raise jax.errors.JaxRuntimeError("INTERNAL: no kernel found\nsomewhere")
+        return attempt(self, solution, **options)
+
+    away = Compiler(compiler.program, Target("h200"))
+    budget = int(0.7 * away.keep_all().memory.total_bytes)
+    monkeypatch.setattr(Compiler, "attempt", failing)
+    outcome = rounds.fit(away, budget, lambda message: None)
+    assert failed
+    assert outcome.compiled.memory.total_bytes <= budget
+    assert "a program (search) did not compile: INTERNAL: no kernel found" in outcome.plan.notes
+    assert "search" not in [r.name for r in outcome.plan.rounds]
+
+
 def nested_scans(weights, x):
     def loss(weights):
         def one(y, w):
@@ -216,6 +235,6 @@ def test_an_error_names_what_xla_could_not_compile(monkeypatch):
     monkeypatch.setattr(Compiler, "attempt", failing)
     with pytest.raises(jaxmem.BudgetInfeasibleError) as told:
         within("70MiB")
-    said = "a program with host memory did not compile: INTERNAL: this cannot be"
+    said = "a program (with host memory) did not compile: INTERNAL: this cannot be"
     assert said in str(told.value) and "at all" not in str(told.value)
     assert told.value.smallest_bytes > 70 * 2**20

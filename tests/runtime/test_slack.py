@@ -21,6 +21,7 @@ from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.exposed import Exposed
 from jaxmem.runtime.following import decisions_of
 from jaxmem.runtime.order import order_of
+from jaxmem.runtime.overlaps import OVERLAPPING
 from jaxmem.runtime.slack import Slack
 from jaxmem.targets import Target
 from jaxmem.units import MIB
@@ -140,6 +141,25 @@ def test_the_same_program_is_not_compiled_again(planned, monkeypatch):
     monkeypatch.setattr(slack, "SLACKS", (SLACKS[0], 2 * SLACKS[0], 0.0))
     started.loosen()
     assert len(started.rounds) == 2
+
+
+def test_what_xla_cannot_compile_leaves_what_it_can(planned, monkeypatch):
+    """With slack, and with collectives beside other work."""
+    started = run(planned, monkeypatch, QUICKER)
+    before = started.best()
+
+    def failing(self, solution, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no kernel found\nsomewhere")
+
+    monkeypatch.setattr(Compiler, "attempt", failing)
+    monkeypatch.setattr(Compiler, "may_take_less", lambda self, solution: True)
+    started.loosen()
+    started.overlapped.clear()
+    started.overlap()
+    assert started.fitting == [before] and len(started.rounds) == 1
+    names = [*(f"{1e3 * s:g} ms a copy" for s in SLACKS), OVERLAPPING]
+    said = "a program ({}) did not compile: INTERNAL: no kernel found"
+    assert started.said == [said.format(name) for name in names]
 
 
 def test_a_plan_is_given_slack_where_its_program_waits(monkeypatch):
