@@ -5,12 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
 
 import jax
 import pytest
 
 import jaxmem
 from tests.fitted_steps import DEEP_ARGS, DEEP_BUDGET, deep, optimising_less
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "run one third of the tests; each is in the same one, whatever else is collected"
+    parser.addoption("--third", type=int, choices=(1, 2, 3), help=said)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    third = config.getoption("third")
+    if third is None:
+        return
+    parts: list[list[pytest.Item]] = [[], [], []]
+    for item in items:
+        parts[zlib.crc32(item.nodeid.encode()) % 3].append(item)
+    items[:] = parts.pop(third - 1)
+    config.hook.pytest_deselected(items=[item for part in parts for item in part])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
