@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxmem.planner.deadline import Deadline
@@ -46,6 +46,10 @@ class Attempt:
     solution: Solution
     compiled: Compiled
     problem: str
+
+
+# ``None`` where XLA cannot compile it.
+Attempting = Callable[[Solution], Attempt | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,15 +275,15 @@ class Compiler:
         options = self.least_options(solution) if self._may_overlap else None
         return self.attempt(solution, options=options)
 
-    def least(self) -> Least:
-        """What the smallest programs need."""
+    def least(self, attempted: Attempting | None = None) -> Least:
+        """What the smallest programs need, :meth:`smallest` says of which ``attempted``."""
         kept: list[tuple[int, Solution | None]] = []
         if self.search.ruled.allows_written:
             options = ({}, self.least_options())
             plain = [self.compile(None, options=o).memory.total_bytes for o in options]
             kept.append((min(plain), None))
         undone: list[tuple[int, str]] = []
-        for attempt in self.smallest():
+        for attempt in self.smallest(attempted):
             total = attempt.compiled.memory.total_bytes
             if attempt.problem:
                 undone.append((total, attempt.problem))
@@ -287,8 +291,13 @@ class Compiler:
                 kept.append((total, attempt.solution))
         return Least(kept, undone)
 
-    def smallest(self) -> Iterator[Attempt]:
-        """The smallest programs, fastest first; the same ones whatever was planned before."""
+    def smallest(self, attempted: Attempting | None = None) -> Iterator[Attempt]:
+        """The smallest programs, fastest first; the same ones whatever was planned before.
+
+        Args:
+            attempted: :meth:`attempt_least`, or the same that answers ``None`` where XLA cannot
+                compile one, which is left out.
+        """
         self.search.unpin()
         self.search.settle_more(True)
         tried: set[frozenset] = set()
@@ -301,4 +310,6 @@ class Compiler:
             if solution is None:
                 return
             tried.add(solution.key)
-            yield self.attempt_least(solution)
+            attempt = (attempted or self.attempt_least)(solution)
+            if attempt is not None:
+                yield attempt

@@ -46,9 +46,9 @@ class Overlaps(Tries):
             return self._recorded(name, limit, solution)
         self.overlapped.add(solution.key)
         before, attempt = (self.scale, self.closer), self._recorded(name, limit, solution)
-        if attempt is None or attempt.problem:
+        if attempt is not None and attempt.problem:
             return attempt
-        over = attempt.compiled.memory.total_bytes > self.budget
+        over = attempt is None or attempt.compiled.memory.total_bytes > self.budget
         if over and self.compiler.may_take_less(solution):
             self.compiler.alone, (self.scale, self.closer) = True, before
             self.announce(solution)

@@ -117,7 +117,7 @@ class _Rounds(Slack):
             self._note_workspaces()
             self._in_host_memory()
             if not self.fitting:
-                raise self._too_big()
+                raise self._error(f"its arguments and results alone are {format_bytes(self.fixed)}")
             return self._outcome()
         plain = self._plain_within_budget()
         if plain.memory.total_bytes <= self.budget and self.search.ruled.allows_written:
@@ -284,7 +284,8 @@ class _Rounds(Slack):
             predicted = self.predicted(solution)
             attempt = self.compile("search", limit, solution)
             if attempt is None:
-                return
+                limit = int(min(limit, solution.temp_bytes) * _AIM)
+                continue  # Another one may compile.
             memory = attempt.compiled.memory
             used, fitted = memory.temp_bytes, memory.total_bytes <= self.budget
             if fitted and attempt.problem:
@@ -316,7 +317,7 @@ class _Rounds(Slack):
     def _smallest_first(self) -> None:
         """The schedules with the smallest peaks, until one fits."""
         self.report("compiling the smallest programs")
-        for attempt in self.compiler.smallest():
+        for attempt in self.compiler.smallest(self.attempted_least):
             self.record("smallest", attempt.solution.temp_bytes, attempt)
             if self.fitting:
                 return
@@ -409,16 +410,14 @@ class _Rounds(Slack):
         far_off = used > _FAR_OFF * (predicted - self.fixed)
         return far_off and self.compiler.target.platform == "gpu" and not self.search.cautious
 
-    def _too_big(self) -> JaxmemError:
-        """Arguments and results alone are over the budget; nothing a schedule does helps."""
-        return self._error(f"its arguments and results alone are {format_bytes(self.fixed)}")
-
     def _error(self, reason: str) -> JaxmemError:
         """Names the smallest program that keeps its plan: a budget of its bytes leads to it."""
         compiler = self.compiler
         if self.search.choices:
             self.report("compiling the smallest programs, to name a budget that works")
-        least = compiler.least()
+        least = compiler.least(self.attempted_least)
+        if not (least.kept or least.undone):
+            least = compiler.least()  # That XLA compiles none is for XLA to say.
         if not least.kept:
             return policed.undone(compiler, least.undone[0][1])
         found = [*least.kept, *self._smallest_with_host()]

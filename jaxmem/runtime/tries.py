@@ -59,7 +59,7 @@ class Tries:
     Attributes:
         spent: how many programs of the step were compiled elsewhere.
         rounds: a line for each compile; ``noted`` says which of them is a program's.
-        tried: the keys of the solutions that were compiled.
+        tried: the keys of the solutions that were compiled, or could not be.
         fitting: those that fit.
         trialled: which line is that of a program compiled in one of two orders.
         scale: the compiler's temporaries over the simulated ones, on a GPU the median of what was
@@ -70,6 +70,7 @@ class Tries:
             of the step as written as it should, where nothing between them was compiled.
         fixed: bytes of arguments and results.
         said: what the plan is to tell of them.
+        failed: how many XLA could not compile.
     """
 
     spent: int = 0
@@ -86,6 +87,7 @@ class Tries:
         self.ends: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.fixed = compiler.program.fixed_bytes
         self.said: list[str] = []
+        self.failed = 0
 
     @contextlib.contextmanager
     def unless_xla_fails(self, what: str) -> Iterator[None]:
@@ -93,6 +95,7 @@ class Tries:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
+            self.failed += 1
             said = f"{what} did not compile: {str(error).splitlines()[0][:200]}"
             if said not in self.said:
                 self.said.append(said)
@@ -105,13 +108,19 @@ class Tries:
             return self.compiler.attempt(solution, options=options)
         return None
 
+    def attempted_least(self, solution: Solution) -> Attempt | None:
+        """The same as the compiler makes least of it."""
+        with self.unless_xla_fails("a program (smallest)"):
+            return self.compiler.attempt_least(solution)
+        return None
+
     def left(self) -> int:
-        """How many compiles are left, by the lines."""
-        return MOST_COMPILES - self.spent - len(self.rounds)
+        """How many compiles are left, by the lines and what did not compile."""
+        return MOST_COMPILES - self.spent - len(self.rounds) - self.failed
 
     def announce(self, solution: Solution) -> None:
         """Say what is compiled next."""
-        done = len(self.rounds)
+        done = len(self.rounds) + self.failed
         said = (
             f"compile {done + 1} of at most {MOST_COMPILES}: "
             f"{format_bytes(self.predicted(solution))} predicted, "

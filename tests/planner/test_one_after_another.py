@@ -128,10 +128,12 @@ def test_a_tie_keeps_nothing_alive_and_copies_nothing(step):
         assert set(tie.values) - {weights} < later
 
 
-@pytest.mark.parametrize("step", [*STEPS, summed])
+@pytest.mark.parametrize("step", [*(step for step in STEPS if step is not chained), summed])
 def test_every_result_of_a_tie_is_read(step):
     """Or XLA drops it, and the order with it."""
-    for written in written_out(search_of(step, 9, 8, 16)):
+    blocks = [*written_out(search_of(step, 9, 8, 16))]
+    assert any(map(ties, blocks))
+    for written in blocks:
         read = {v for op in written.ops for v in op.values}
         read |= {v for v in written.outputs if isinstance(v, Value)}
         assert all(v in read for op in ties(written) for v in op.outputs)

@@ -233,7 +233,7 @@ def test_what_has_a_mesh_in_its_type_stays_with_jaxs_own_scan(kind):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_loops_that_xla_writes_out_stack_into_nothing(length):
+def test_loops_of_one_turn_stack_into_nothing_and_others_into_what_is_made_first(length):
     def unrolled(a, b, x, z):
         def last(w, x):
             return jax.lax.scan(layer, x, w, unroll=True)[0]
@@ -357,7 +357,7 @@ def two_deep(a, b, x, z):
 @pytest.mark.skipif(not STACKS_MADE_AT_ONCE, reason="this XLA makes zeros when a loop starts")
 @pytest.mark.parametrize(("step", "layers"), [(twins, 2), (generative, 2), (two_deep, 8)])
 def test_two_turns_are_enough_for_stacks_that_are_made_first(step, layers):
-    """Of one turn no loop is left, and nothing that it stacks into."""
+    """XLA makes loops of two turns, too; of one turn none is left."""
     sizes = layers, 256, 16384
     search = search_of(step, *sizes, rates=rates_of(H200))
     made = compiled(H200, search.program, search.program.block, Hosting()).memory.temp_bytes

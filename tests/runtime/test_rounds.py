@@ -174,23 +174,54 @@ def test_what_does_not_compile_leaves_a_step_that_fits_as_it_is_written(monkeypa
     assert any("did not compile: INTERNAL: no kernel found" in note for note in plan.notes)
 
 
-def test_where_xla_cannot_compile_a_search_the_smallest_programs_are_tried(compiler, monkeypatch):
-    attempt, failed = Compiler.attempt, []
+def failing_from(monkeypatch, least_bytes: int) -> None:
+    """XLA can compile no program that is as large on paper."""
+    attempt = Compiler.attempt
 
     def failing(self, solution, **options):
-        if not failed:
-            failed.append(solution)
+        if solution.temp_bytes >= least_bytes:
             raise jax.errors.JaxRuntimeError("INTERNAL: no kernel found\nsomewhere")
         return attempt(self, solution, **options)
 
+    monkeypatch.setattr(Compiler, "attempt", failing)
+
+
+NOT_COMPILED = "a program ({}) did not compile: INTERNAL: no kernel found"
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_where_xla_cannot_compile_a_search_smaller_programs_are_tried(
+    compiler, monkeypatch, smallest
+):
+    """Those of searches for less, and where only one compiles the smallest."""
     away = Compiler(compiler.program, Target("h200"))
     budget = int(0.7 * away.keep_all().memory.total_bytes)
-    monkeypatch.setattr(Compiler, "attempt", failing)
+    search, room = away.search, budget - away.program.fixed_bytes
+    first = search.solve(int(0.98 * room))
+    assert first is not None and search.smallest().temp_bytes < first.temp_bytes
+    failing_from(monkeypatch, search.smallest().temp_bytes + 1 if smallest else first.temp_bytes)
     outcome = rounds.fit(away, budget, lambda message: None)
-    assert failed
     assert outcome.compiled.memory.total_bytes <= budget
-    assert "a program (search) did not compile: INTERNAL: no kernel found" in outcome.plan.notes
-    assert "search" not in [r.name for r in outcome.plan.rounds]
+    assert NOT_COMPILED.format("search") in outcome.plan.notes
+    names = [r.name for r in outcome.plan.rounds]
+    assert ("smallest" if smallest else "search") in names
+    assert len(names) <= MOST_COMPILES
+
+
+def test_an_error_names_what_xla_cannot_compile_of_the_smallest(compiler, monkeypatch):
+    away = Compiler(compiler.program, Target("h200"))
+    whole = away.keep_all().memory.total_bytes
+    failing_from(monkeypatch, 0)
+    with pytest.raises(jaxmem.BudgetInfeasibleError) as told:
+        rounds.fit(away, int(0.7 * whole), lambda message: None)
+    for name in ("search", "smallest"):
+        assert NOT_COMPILED.format(name) in str(told.value)
+    assert told.value.smallest_bytes == whole
+    # Of a policy the step as written is no way out.
+    policy = jaxmem.policies.nothing
+    ruled = Compiler(compiler.program, Target("h200"), policy=policy)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no kernel found"):
+        rounds.fit(ruled, int(0.7 * whole), lambda message: None)
 
 
 def nested_scans(weights, x):
