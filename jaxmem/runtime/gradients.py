@@ -7,6 +7,7 @@ from dataclasses import replace
 from jaxmem.errors import BudgetInfeasibleError, VerificationError
 from jaxmem.planner.plan import Plan
 from jaxmem.program.cut import Cut
+from jaxmem.program.ir import Value
 from jaxmem.runtime import following, rounds
 from jaxmem.runtime.asked import Asked
 from jaxmem.runtime.compiler import Compiler
@@ -22,6 +23,13 @@ from jaxmem.units import format_budget, format_bytes
 def lent_beyond(pieces: Cut, budget_bytes: int) -> int:
     """Bytes that lent leaves take while all are there, beyond what they may take of the budget."""
     return pieces.lent_bytes - min(pieces.lent_bytes, budget_bytes // LENT_SHARE)
+
+
+def handed_bytes(pieces: Cut) -> int:
+    """Bytes of gradients and whatever else the first part makes for updates."""
+    read = {v for part in pieces.parts for v in part.reads}
+    made = {v for v in pieces.first.block.outputs if isinstance(v, Value)}
+    return sum(v.nbytes for v in made & read)
 
 
 def plan_first(

@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, JaxmemError
-from jaxmem.planner.plan import Plan
+from jaxmem.errors import (
+    BudgetError,
+    BudgetInfeasibleError,
+    CutError,
+    JaxmemError,
+)
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
 from jaxmem.program.joining import joinable
@@ -16,14 +20,13 @@ from jaxmem.runtime import guard
 from jaxmem.runtime.asked import Asked, check_layouts
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.gradients import lent_beyond, plan_first, plan_with_updates
+from jaxmem.runtime.lent import lent
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.progress import Report
 from jaxmem.runtime.room import (
     check_fits,
     check_host,
-    check_stages,
     host_bytes,
-    too_large,
     window,
 )
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
@@ -286,7 +289,7 @@ def _apart(
     room = budget_bytes + lent_beyond(pieces, budget_bytes)
     check_before(pieces, asked, compiler, room, budget_bytes)
     if pieces.lent:
-        first, found = _lent(pieces, asked, compiler, target, budget_bytes, report)
+        first, found = lent(pieces, asked, compiler, target, budget_bytes, report)
     else:
         first = plan_with_updates(pieces, asked, compiler, target, budget_bytes, report)
         check_after(pieces, asked, compiler, first.block, budget_bytes)
@@ -390,56 +393,3 @@ def _against_rows(parts: Sequence[Part], target: Target) -> str:
     if any(one.memory.host_temp_bytes for one in compile_parts(parts, target)):
         return "XLA would copy them in host memory"
     return guard.against_rows(target)
-
-
-def _lent(
-    pieces: Cut,
-    asked: Asked,
-    compiler: Compiler,
-    target: Target,
-    budget_bytes: int,
-    report: Report,
-) -> tuple[Outcome, Pieces]:
-    """What computes the gradients, and the stages in which it runs.
-
-    Stages hand over what one program would not hold at once. Where they take more than there is,
-    the gradients are planned with that much less.
-    """
-    check_stages(pieces)
-    less, left, against = 0, _ROUNDS, ""
-    while True:
-        first = plan_first(pieces, asked, compiler, budget_bytes, report, less)
-        check_after(pieces, asked, compiler, first.block, budget_bytes)
-        report(f"compiling stages and {len(pieces.parts)} updates")
-        options = dict(first.plan.options)
-        by_rows = not against and not pieces.program.sharded
-        found, lacking = lending(
-            pieces, first.block, target, budget_bytes, options, by_rows=by_rows
-        )
-        if found is not None and not against:
-            against = _against_loops(found, target)
-            if against:
-                continue
-        if found is not None:
-            return replace(first, plan=_told(first.plan, against)), found
-        left -= 1
-        if not left or not lacking or asked.plan is not None:
-            raise too_large(pieces, budget_bytes, target, first, lacking)
-        less += lacking
-
-
-def _against_loops(found: Pieces, target: Target) -> str:
-    """Why loops must not fetch rows, after all; "" for no reason."""
-    loops = [one for part, one in zip(found.cut.parts, found.parts, strict=True) if part.waiting]
-    if not loops:
-        return ""
-    if any(one.memory.host_temp_bytes for one in loops):
-        return "XLA would copy them in host memory"
-    return guard.against_rows(target)
-
-
-def _told(plan: Plan, against: str) -> Plan:
-    if not against:
-        return plan
-    note = f"what loops read row by row is fetched whole: {against}"
-    return replace(plan, notes=(*plan.notes, note))
