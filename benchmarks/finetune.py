@@ -1,10 +1,11 @@
 """A GPT of 6.7e9 parameters, all of them trained, on a device limited to 24 GiB, and on all of it.
 
     python benchmarks/finetune.py --json benchmarks/results/h200_finetune.json   # 256 GiB of RAM
-    JAX_PLATFORMS=cpu python benchmarks/finetune.py --size tiny --limit 1MiB     # a dry run
+    JAX_PLATFORMS=cpu python benchmarks/finetune.py --dry --unrolled --limit 48MiB  # a dry run
 
-AdamW, float32 parameters and moments (80 GB), bfloat16 in between; one loop over the blocks, or
-with ``--unrolled`` one after the other. Two rows, each a process of its own on the same device. In
+AdamW, float32 parameters and moments (80 GB), bfloat16 in between; with ``--masters`` bfloat16
+parameters beside their float32 masters (93 GB). One loop over the blocks, or with ``--unrolled``
+one after the other. Two rows, each a process of its own on the same device. In
 the first JAX's allocator may take ``--limit`` of the device (``XLA_PYTHON_CLIENT_MEM_FRACTION``),
 all but the batch is in host memory, and ``jaxmem.fit`` gets a little less than the limit. In the
 second everything is on the device: ``jaxmem.fit`` without a budget, as the step as written does not
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ from benchmarks.workloads import gpt
 from jaxmem.units import parse_bytes
 
 LIMITED, WHOLE = "limited", "whole device"
+# What runs without a GPU, in a minute.
+SMALL = {"layers": 4, "d_model": 512, "heads": 4, "sequence": 64, "vocab_size": 512, "batch": 4}
 # What the allocator adds to what programs are compiled to is not more than this.
 SHARE = 0.96
 
@@ -55,7 +59,9 @@ def state_of(abstract: Any, where: Any) -> Any:
             return jnp.zeros(shape, dtype)
         if "scale" in name:
             return jnp.ones(shape, dtype)
-        return 0.02 * jax.random.normal(jax.random.fold_in(jax.random.key(0), n), shape, dtype)
+        # Of a parameter and its master the same.
+        key = jax.random.key(zlib.crc32(name.partition("]")[2].encode()))
+        return (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
     found = []
     for n, (path, leaf) in enumerate(leaves):
@@ -68,13 +74,14 @@ def state_of(abstract: Any, where: Any) -> Any:
 
 def row(asked: dict) -> dict:
     """One of the two, in this process."""
-    sizes = gpt.SIZES[asked["size"]]
-    if asked["size"] != "tiny":
-        sizes = dataclasses.replace(sizes, batch=asked["batch"])
+    sizes = dataclasses.replace(gpt.SIZES["7b"], batch=asked["batch"])
+    if asked["dry"]:
+        sizes = dataclasses.replace(sizes, **SMALL)
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     attention = "cudnn" if on_gpu else "xla"
-    work = gpt.workload(sizes, attention=attention, scan=not asked["unrolled"])
+    form = {"scan": not asked["unrolled"], "masters": asked["masters"]}
+    work = gpt.workload(sizes, attention=attention, **form)
     limited = asked["name"] == LIMITED
     options: dict[str, Any] = {"budget": None, "host_budget": 0}
     if limited:
@@ -134,11 +141,12 @@ def device_bytes() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", default="7b", choices=sorted(gpt.SIZES))
+    parser.add_argument("--dry", action="store_true", help="a small net")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 2048 tokens")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit", default="24GiB")
     parser.add_argument("--unrolled", action="store_true")
+    parser.add_argument("--masters", action="store_true")
     parser.add_argument("--only", nargs="*", choices=(LIMITED, WHOLE), default=[LIMITED, WHOLE])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
@@ -147,7 +155,7 @@ def main() -> int:
         asked, out = options.row
         Path(out).write_text(json.dumps(row(json.loads(asked))))
         return 0
-    kept = ("size", "batch", "steps", "unrolled")
+    kept = ("dry", "batch", "steps", "unrolled", "masters")
     asked = {name: getattr(options, name) for name in kept}
     asked["limit"] = parse_bytes(options.limit)
     rows = {name: apart({**asked, "name": name}, device_bytes()) for name in options.only}

@@ -27,6 +27,7 @@ def workload(
     remat_policy: Callable[..., Any] | None = None,
     attention: str = "cudnn",
     scan: bool = False,
+    masters: bool = False,
 ) -> JaxWorkload:
     """The train step; nothing is allocated until ``state`` and ``batch`` are called.
 
@@ -35,6 +36,8 @@ def workload(
         remat_policy: a policy of ``jax.checkpoint_policies`` for each block; ``None`` saves all.
         attention: ``implementation=`` of ``jax.nn.dot_product_attention``.
         scan: whether the blocks are one loop.
+        masters: whether parameters are of the computation's dtype, and the optimizer has them in
+            float32 as well.
     """
     config = GPTConfig(
         vocab_size=sizes.vocab_size,
@@ -43,6 +46,7 @@ def workload(
         d_model=sizes.d_model,
         sequence=sizes.sequence,
         dtype=jnp.dtype(sizes.dtype),
+        param_dtype=jnp.dtype(sizes.dtype) if masters else jnp.float32,
         attention=attention,
         remat_policy=remat_policy,
         scan_layers=scan,
@@ -61,13 +65,22 @@ def workload(
 
     def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict, jax.Array]:
         loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+        if not masters:
+            updates, opt = tx.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt = tx.update(grads, state["opt"], state["masters"])
+        full = optax.apply_updates(state["masters"], updates)
+        params = jax.tree.map(lambda w: w.astype(sizes.dtype), full)
+        return {"params": params, "masters": full, "opt": opt}, loss
 
     def state() -> dict[str, Any]:
         # Plain arrays: nothing may take the step for one that mutates its arguments.
         params = nnx.to_pure_dict(nnx.state(model()))
-        return {"params": params, "opt": tx.init(params)}
+        if not masters:
+            return {"params": params, "opt": tx.init(params)}
+        full = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+        return {"params": params, "masters": full, "opt": tx.init(full)}
 
     def batch() -> dict[str, jax.Array]:
         shape = (sizes.batch, sizes.sequence + 1)

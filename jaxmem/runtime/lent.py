@@ -45,7 +45,7 @@ def lent(
         except (BudgetInfeasibleError, VerificationError) as error:
             if refused is not None:
                 raise refused from error
-            if less:
+            if less or _is_for_more(asked.plan, budget_bytes):
                 raise
             refused, less = error, -handed_bytes(pieces)
             continue
@@ -66,6 +66,14 @@ def lent(
         if not left or not lacking or asked.plan is not None:
             raise refused or too_large(pieces, budget_bytes, target, first, lacking)
         less += lacking
+
+
+def _is_for_more(plan: Plan | None, budget_bytes: int) -> bool:
+    """Whether a plan that is followed was made for a larger budget."""
+    if plan is None:
+        return False
+    within = plan.streamed.within_bytes if plan.streamed else 0
+    return budget_bytes < (within or plan.budget_bytes)
 
 
 def _against_loops(found: Pieces, target: Target) -> str:

@@ -94,9 +94,9 @@ def test_the_budget_is_less_than_what_the_step_has():
 def test_gradients_that_one_program_could_not_hold_leave_stage_by_stage():
     """Of 24 layers gradients alone are more than twice the budget."""
     deep = functools.partial(state_with, ADAM, layers=24)
-    run = fitted(step_with(ADAM), host="*", budget=10 * MIB)
+    run = fitted(step_with(ADAM), host="*", budget=11 * MIB)
     plan = run.plan(deep(), X)
-    assert plan.compiled_bytes <= plan.budget_bytes == 10 * MIB
+    assert plan.compiled_bytes <= plan.budget_bytes == 11 * MIB
     state, expected = run.place(deep(), X)[0], deep()
     for _ in range(2):
         state, loss = run(state, X)
