@@ -5,12 +5,11 @@
 
 AdamW, float32 parameters and moments (80 GB), bfloat16 in between; with ``--masters`` bfloat16
 parameters beside their float32 masters (93 GB). One loop over the blocks, or with ``--unrolled``
-one after the other. Two rows, each a process of its own on the same device. In
-the first JAX's allocator may take ``--limit`` of the device (``XLA_PYTHON_CLIENT_MEM_FRACTION``),
-all but the batch is in host memory, and ``jaxmem.fit`` gets a little less than the limit. In the
-second everything is on the device: ``jaxmem.fit`` without a budget, as the step as written does not
-fit any. The state of both is the same, made leaf by leaf. Medians of steps after the first, each
-waited for; losses of all steps.
+one after the other. Two rows, each a process of its own on the same device. In the first JAX's
+allocator may take ``--limit`` of the device (``XLA_PYTHON_CLIENT_MEM_FRACTION``), all but the batch
+is in host memory, and ``jaxmem.fit`` gets a little less than the limit. In the second everything is
+on the device: ``jaxmem.fit`` without a budget, as the step as written fits none. The state of both
+is the same, made leaf by leaf. Medians of steps after the first, each waited for; losses of all.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from jaxmem.units import parse_bytes
 LIMITED, WHOLE = "limited", "whole device"
 # What runs without a GPU, in a minute.
 SMALL = {"layers": 4, "d_model": 512, "heads": 4, "sequence": 64, "vocab_size": 512, "batch": 4}
-# What the allocator adds to what programs are compiled to is not more than this.
+# Of the limit, for ``jaxmem.fit``: the allocator's own is beside it.
 SHARE = 0.96
 
 

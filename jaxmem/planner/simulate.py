@@ -208,15 +208,7 @@ class Simulator:
             seconds = self._with_transfers(ops, fusion, seconds, within is not None)
             host_bytes = self._host_bytes(ops, (*outputs, *written))
         return Simulation(
-            peak,
-            at,
-            tuple(timeline),
-            seconds,
-            fusion,
-            ends,
-            kept_out,
-            host_bytes,
-            shared,
+            peak, at, tuple(timeline), seconds, fusion, ends, kept_out, host_bytes, shared
         )
 
     def seconds_of(

@@ -18,8 +18,8 @@ from jaxmem.runtime.tries import Outcome
 from jaxmem.runtime.winning import check_after
 from jaxmem.targets.target import Target
 
-# How often they are planned again where their stages turn out to take more.
-_ROUNDS = 4
+# How often gradients are planned again where their stages turn out to take more.
+ROUNDS = 4
 
 
 def lent(
@@ -37,7 +37,7 @@ def lent(
     that it makes, as if these took no memory.
     """
     check_stages(pieces)
-    less, left, against = 0, _ROUNDS, ""
+    less, left, against = 0, ROUNDS, ""
     refused: JaxmemError | None = None
     while True:
         try:

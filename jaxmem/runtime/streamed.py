@@ -6,12 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxmem.errors import (
-    BudgetError,
-    BudgetInfeasibleError,
-    CutError,
-    JaxmemError,
-)
+from jaxmem.errors import BudgetError, BudgetInfeasibleError, CutError, JaxmemError
 from jaxmem.program.cut import Cut, cut
 from jaxmem.program.ir import Program
 from jaxmem.program.joining import joinable
@@ -20,15 +15,10 @@ from jaxmem.runtime import guard
 from jaxmem.runtime.asked import Asked, check_layouts
 from jaxmem.runtime.compiler import Compiler
 from jaxmem.runtime.gradients import lent_beyond, plan_first, plan_with_updates
-from jaxmem.runtime.lent import lent
+from jaxmem.runtime.lent import ROUNDS, lent
 from jaxmem.runtime.parts import compile_parts
 from jaxmem.runtime.progress import Report
-from jaxmem.runtime.room import (
-    check_fits,
-    check_host,
-    host_bytes,
-    window,
-)
+from jaxmem.runtime.room import check_fits, check_host, host_bytes, window
 from jaxmem.runtime.staging import Pieces, gains, in_one, in_stages, lending
 from jaxmem.runtime.streamplan import RoundedUpError, outcome_of
 from jaxmem.runtime.tries import Outcome
@@ -41,8 +31,6 @@ from jaxmem.units import format_budget, format_bytes
 _BUCKET_BYTES, _BUCKETS = 64 * 2**20, 32
 # An update that fetches more, or this share of the budget, goes through its leaves by rows.
 _WHOLE_BYTES, _WHOLE_SHARE = 2 * 2**30, 16
-# How often they are planned again where their stages turn out to take more.
-_ROUNDS = 4
 # So many budgets are tried for an error to name, larger by this share where nothing tells by how
 # much.
 _TRIES, _MORE_SHARE = 6, 6
@@ -127,7 +115,7 @@ def _in_blocks(
     """
     asked, less = replace(asked, given_out_bytes=budget_bytes), 0
     least = math.inf
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         given = compiler_of, target, budget_bytes - less, report
         try:
             found = _fit(program, asked, budget_bytes, *given)
@@ -363,7 +351,7 @@ def _along(
     less, smallest = -sum(v.nbytes - v.nbytes // v.aval.shape[0] for v in stacks), 0
     room = budget_bytes + lent_beyond(pieces, budget_bytes) - less
     check_before(pieces, asked, compiler, room, budget_bytes, joining=True)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         try:
             first = plan_first(pieces, asked, compiler, budget_bytes, report, less)
         except BudgetInfeasibleError as error:
